@@ -1,0 +1,48 @@
+"""The one place that imports Triton: `triton`, `tl`, `jit`, and what is wrong with them, if anything.
+
+Files that hold a torch half and a Triton half import from here, so that they also load where Triton has
+no wheel (macOS, Windows): there `jit` leaves a stand-in that raises when it is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from attnlab._boot import INTERPRETED
+
+__all__ = ["PROBLEM", "jit", "tl", "triton"]
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+except ImportError as error:
+    triton = tl = None
+    PROBLEM: str | None = f"Triton cannot be imported here ({error}); it has wheels for Linux only"
+else:
+    # Triton decorates its own helpers at import. They must have been decorated with our setting.
+    helpers_interpreted = isinstance(tl.cdiv, InterpretedFunction)
+    PROBLEM = None
+    if helpers_interpreted != INTERPRETED:
+        was, wanted = ("interpreted", "compiled") if helpers_interpreted else ("compiled", "interpreted")
+        PROBLEM = (
+            f"triton was imported before attnlab and is set up for {was} kernels, but this process wants "
+            f"them {wanted}; import attnlab first, or set TRITON_INTERPRET={int(INTERPRETED)} from the start"
+        )
+
+
+class _CannotLaunch:
+    """Stands where a kernel would be when Triton is missing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__doc__ = function.__doc__
+        self.name = function.__name__
+
+    def __getitem__(self, grid: object) -> Callable[..., Any]:
+        raise RuntimeError(f'kernel {self.name} cannot be launched: {PROBLEM}; use engine="eager"')
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """`triton.jit`, or a stand-in that raises on launch where Triton is missing."""
+    return _CannotLaunch(function) if triton is None else triton.jit(function)

@@ -1,0 +1,87 @@
+"""Checks that word the error: the argument's name, what was expected, what came, and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def require(condition: bool, message: str, error: type[Exception] = ValueError) -> None:
+    """Raise `error(message)` unless `condition` holds."""
+    if not condition:
+        raise error(message)
+
+
+def positive(name: str, value: int) -> int:
+    """Return `value`, an int of at least 1, or raise."""
+    require(
+        isinstance(value, int) and not isinstance(value, bool),
+        f"{name}: expected an int, got {value!r}",
+        TypeError,
+    )
+    require(value >= 1, f"{name}: expected at least 1, got {value}")
+    return value
+
+
+def describe(x: object) -> str:
+    """Words for what came: shape, dtype and device of a tensor, the type of anything else."""
+    if not isinstance(x, Tensor):
+        return f"{type(x).__name__} {x!r}"[:80]
+    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
+
+
+def tensor(
+    name: str,
+    x: object,
+    *,
+    shape: Sequence[int | str],
+    dtype: torch.dtype | Sequence[torch.dtype] | None = None,
+    device: torch.device | None = None,
+    hint: str = "",
+) -> Tensor:
+    """Return `x` if it is a tensor of that shape, dtype and device; raise with all three side by side otherwise.
+
+    An int in `shape` must match, a word names an axis of any size. `hint` says where the expectation comes from.
+    """
+    dtypes = [dtype] if isinstance(dtype, torch.dtype) else list(dtype or [])
+    wanted = f"[{', '.join(str(s) for s in shape)}]"
+    wanted += " " + " or ".join(str(d).removeprefix("torch.") for d in dtypes) if dtypes else ""
+    wanted += f" on {device}" if device is not None else ""
+    message = f"{name}: expected {wanted}, got {describe(x)}" + (f"; {hint}" if hint else "")
+    if not isinstance(x, Tensor):
+        raise TypeError(message)
+    sizes_match = x.dim() == len(shape) and all(
+        isinstance(want, str) or want == got for want, got in zip(shape, x.shape, strict=False)
+    )
+    require(sizes_match, message)
+    require(not dtypes or x.dtype in dtypes, message, TypeError)
+    require(device is None or same_device(x.device, device), message)
+    return x
+
+
+def same_device(a: torch.device, b: torch.device) -> bool:
+    """Whether two devices are one; `cuda` without an index means the current one."""
+    if a.type != b.type:
+        return False
+    if a.type != "cuda":
+        return True
+    current = torch.cuda.current_device()
+    return (current if a.index is None else a.index) == (current if b.index is None else b.index)
+
+
+def last_axis_contiguous(name: str, x: Tensor) -> Tensor:
+    """Return `x` if its last axis has stride 1 (kernels add lane numbers with stride 1), or raise."""
+    if x.shape[-1] > 1 and x.stride(-1) != 1 and x.numel():
+        raise ValueError(
+            f"{name}: the last axis must be contiguous, got strides {x.stride()}; pass {name}.contiguous()"
+        )
+    return x
+
+
+def one_of(name: str, value: object, known: Sequence[str]) -> str:
+    """Return `value` if it is one of the known names, or raise with the list of them."""
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+    return value
