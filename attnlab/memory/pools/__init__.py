@@ -1,0 +1,1 @@
+"""The pools: one file each."""

@@ -1,0 +1,109 @@
+"""The request table: row = request, column = position, value = slot."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from attnlab.checks import positive, require, tensor
+
+
+class RequestTable:
+    """Which slot holds which token of which request.
+
+    `slots` is `[max_requests, max_context]` int32 on the device; the host keeps each row's length. Every value
+    written here was checked to be a slot of the pool, so whatever is planned from the table stays inside it.
+
+    >>> table = RequestTable(max_requests=2, max_context=8, num_slots=16, device="cpu")
+    >>> row = table.admit()
+    >>> table.append(row, torch.tensor([4, 5, 6]))
+    >>> table.length(row), table.slots_of(row).tolist()
+    (3, [4, 5, 6])
+    """
+
+    def __init__(self, *, max_requests: int, max_context: int, num_slots: int, device: torch.device | str) -> None:
+        positive("max_requests", max_requests)
+        positive("max_context", max_context)
+        positive("num_slots", num_slots)
+        self.num_slots = num_slots
+        self.slots: Int[Tensor, "max_requests max_context"] = torch.zeros(
+            max_requests, max_context, dtype=torch.int32, device=device
+        )
+        self._lengths: dict[int, int] = {}
+        self._free = list(range(max_requests))
+
+    @property
+    def max_requests(self) -> int:
+        """Rows of the table."""
+        return self.slots.shape[0]
+
+    @property
+    def max_context(self) -> int:
+        """Columns of the table: no request is longer."""
+        return self.slots.shape[1]
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows in use, in the order of admission."""
+        return list(self._lengths)
+
+    def length(self, row: int) -> int:
+        """Tokens of this request. Raises ValueError where the row is free."""
+        require(row in self._lengths, f"row: {row!r} is not in use; rows in use are {self.rows}")
+        return self._lengths[row]
+
+    def admit(self) -> int:
+        """Return a free row, the lowest. Raises RuntimeError where all are in use."""
+        require(
+            len(self._free) > 0,
+            f"all {self.max_requests} rows are in use; release a request or build a table with more rows",
+            RuntimeError,
+        )
+        row = heapq.heappop(self._free)
+        self._lengths[row] = 0
+        return row
+
+    def append(self, row: int, slots: Int[Tensor, " tokens"]) -> None:
+        """Add the slots of a request's next tokens. They are checked first; on an error nothing is written."""
+        length = self.length(row)
+        tensor("slots", slots, shape=["tokens"], dtype=(torch.int32, torch.int64))
+        end = length + slots.shape[0]
+        require(
+            end <= self.max_context,
+            f"slots: request {row} would hold {end} tokens, the table has {self.max_context} columns",
+        )
+        host = slots.cpu()
+        bad = host[(host < 1) | (host >= self.num_slots)]
+        require(
+            bad.numel() == 0,
+            f"slots: expected 1 to {self.num_slots - 1} (slot 0 is the sink), got {bad[:4].tolist()} for request {row}",
+        )
+        self.slots[row, length:end] = host.to(device=self.slots.device, dtype=torch.int32)
+        self._lengths[row] = end
+
+    def check_holds(self, rows: Sequence[int], lens: Sequence[int]) -> None:
+        """Raise ValueError unless every row is in use and holds at least that many tokens (a length of 0: any row)."""
+        for i, (row, length) in enumerate(zip(rows, lens, strict=True)):
+            require(
+                0 <= row < self.max_requests,
+                f"rows: request {i} is in row {row}; the table has rows 0 to {self.max_requests - 1}",
+            )
+            held = self._lengths.get(row, 0)
+            require(
+                length <= held,
+                f"seq: request {i} asks for {length} tokens, row {row} of the table holds {held}",
+            )
+
+    def slots_of(self, row: int) -> Int[Tensor, " tokens"]:
+        """Return the slots of a request's tokens, in position order: a view of the table."""
+        return self.slots[row, : self.length(row)]
+
+    def release(self, row: int) -> None:
+        """Free a row; what it held is set back to the sink, so that a stale read finds no foreign slot."""
+        self.slots[row, : self.length(row)] = 0
+        del self._lengths[row]
+        heapq.heappush(self._free, row)
