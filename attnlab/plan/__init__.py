@@ -1,0 +1,1 @@
+"""Integer work, once per batch: which slots are read, in which ranges, by which program. No attention here."""

@@ -1,0 +1,59 @@
+"""The plan types: everything integer that a step's attention needs, made once, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Int
+from torch import Tensor
+
+from attnlab.batch import DecodeBatch
+from attnlab.plan.layout import KVLayout
+from attnlab.plan.schedule import Schedule
+from attnlab.plan.splits import SplitPlan
+from attnlab.plan.workspace import scratch_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lane:
+    """What layers of one kind share: the keys they see, how these are cut, who reads what, where new tokens go.
+
+    `write_slots` are int64 `[tokens]`, in the id space of the layers' storage; padded rows write to slot 0.
+    """
+
+    layout: KVLayout
+    splits: SplitPlan
+    schedule: Schedule
+    write_slots: Int[Tensor, " tokens"]
+
+    def scratch_bytes(self, *, heads: int, v_dim: int) -> int:
+        """Return the bytes of partials that a layer with so many heads leaves."""
+        group = heads // self.schedule.kv_heads
+        return scratch_bytes(programs=self.schedule.programs, group=group, v_dim=v_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecodePlan:
+    """A decode step: `lanes`, and for every layer number which lane it takes.
+
+    `epoch` is the pool's at the time of planning; attention refuses a plan of another one.
+    """
+
+    batch: DecodeBatch
+    lanes: tuple[Lane, ...]
+    lane_of_layer: dict[int, int]
+    epoch: int
+
+    def lane(self, layer: int) -> Lane:
+        """Return what this layer reads. Raises ValueError where the plan has no such layer."""
+        if layer not in self.lane_of_layer:
+            known = ", ".join(map(str, self.lane_of_layer))
+            raise ValueError(f"layer: this plan has layers {known}, got {layer!r}")
+        return self.lanes[self.lane_of_layer[layer]]
+
+    def validate(self, *, num_slots: int) -> None:
+        """Read all tensors (waits for the device); raise ValueError where any of them is inconsistent."""
+        for lane in self.lanes:
+            lane.layout.validate(num_slots=num_slots)
+            lane.splits.validate(lane.layout.index.indptr.diff().tolist())
+            lane.schedule.validate(lane.splits)

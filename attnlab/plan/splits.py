@@ -1,0 +1,337 @@
+"""How each request's keys are cut into ranges, and what a policy has to say about it.
+
+Reference: the seed's decode kernels derive ranges from a count per request and round them to 32 keys. Here the
+ranges are data that kernels read, so that a policy may cut as it likes, and a picture shows what runs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from attnlab.checks import positive, require, tensor
+from attnlab.registry import Registry
+
+MIN_BLOCK = 32
+"""Where a policy asks for a number of ranges, their size is rounded up to a multiple of this many keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitContext:
+    """What a policy may look at besides the lengths: host numbers only.
+
+    `multiprocessors` is None where the device does not say. `group` rows share one sequence's length (the
+    branches of a draft); a plain decode has 1.
+    """
+
+    heads: int
+    kv_heads: int
+    v_dim: int
+    mla: bool
+    context_len: int
+    multiprocessors: int | None
+    group: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "kv_heads", "v_dim", "context_len", "group"):
+            positive(name, getattr(self, name))
+        require(
+            self.multiprocessors is None or self.multiprocessors >= 1,
+            f"multiprocessors: expected at least 1, or None if unknown, got {self.multiprocessors}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitBounds:
+    """What a policy promises: at most `max_ranges` per request, none (but a last one) under `min_size` keys."""
+
+    max_ranges: int
+    min_size: int
+
+    def __post_init__(self) -> None:
+        positive("max_ranges", self.max_ranges)
+        positive("min_size", self.min_size)
+
+    def capacity(self, *, reqs: int, total: int) -> int:
+        """Return the most ranges that `reqs` requests of `total` tokens together can have."""
+        return min(reqs * self.max_ranges, total // self.min_size + reqs)
+
+
+class SplitPolicy(ABC):
+    """A rule that cuts requests into ranges, on the device: tensors in, tensors out, without waiting for it.
+
+    It answers with one range size per request: range i covers `[i * size, min((i + 1) * size, len))`. Ranges made
+    that way cover every key once, whatever the sizes. Sizes that would break the promised bounds are raised.
+    """
+
+    name: str
+
+    @abstractmethod
+    def bounds(self, *, bound_max: int, ctx: SplitContext) -> SplitBounds:
+        """Return what holds for every request of up to `bound_max` tokens; scratch is sized by it."""
+
+    @abstractmethod
+    def sizes(self, lens: Int[Tensor, " reqs"], ctx: SplitContext) -> SplitSizes:
+        """Return a range size per request, in torch: the policy's meaning."""
+
+    def sizes_triton(self, lens: Int[Tensor, " reqs"], ctx: SplitContext) -> SplitSizes:
+        """Return the same from a Triton kernel, where the policy has one."""
+        return self.sizes(lens, ctx)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SplitSizes:
+    """`size`: keys per range; `nominal`: ranges asked for, before rounding. Both int32 `[reqs]`, on the device."""
+
+    size: Int[Tensor, " reqs"]
+    nominal: Int[Tensor, " reqs"]
+
+    @classmethod
+    def of_counts(cls, lens: Int[Tensor, " reqs"], counts: Int[Tensor, " reqs"]) -> SplitSizes:
+        """Return the seed's sizes for so many ranges: the length's share, rounded up to MIN_BLOCK keys.
+
+        Fewer ranges than asked for may come out: 257 keys in 8 are 5 of 64.
+        """
+        share = -(-lens // counts.clamp(min=1))
+        return cls(size=-(-share // MIN_BLOCK) * MIN_BLOCK, nominal=counts)
+
+
+HostRule = Callable[[Sequence[int], SplitContext], Sequence[Sequence[tuple[int, int]]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPolicy:
+    """A policy in plain Python: lengths in, `[(start, end), ...]` per request out. Needs lengths that the host knows."""
+
+    name: str
+    rule: HostRule
+    max_ranges: int
+
+    def bounds(self, *, bound_max: int, ctx: SplitContext) -> SplitBounds:
+        """Return the promised number of ranges per request; sizes may be anything."""
+        return SplitBounds(max_ranges=self.max_ranges, min_size=1)
+
+
+split_policies: Registry[Any] = Registry("policy")
+"""Policy classes (their instances are policies) and host policies, by name."""
+
+
+def split_policy(name: str, *, needs_host_lens: bool = False, max_ranges: int | None = None) -> Callable[[Any], Any]:
+    """Register a split policy: a SplitPolicy class, or with `needs_host_lens` a function in plain Python.
+
+    A function takes the lengths and a SplitContext and returns each request's ranges. They are checked before
+    anything runs; `max_ranges`, the most that it gives to one request, sizes the scratch.
+
+    >>> @split_policy("halves", needs_host_lens=True, max_ranges=2)
+    ... def halves(lens, ctx):
+    ...     return [[(0, n // 2), (n // 2, n)] if n > 1 else [(0, n)] * n for n in lens]
+    >>> halves.name
+    'halves'
+    """
+    require(
+        needs_host_lens == (max_ranges is not None),
+        f"max_ranges: a policy in plain Python states it, a SplitPolicy class has bounds() instead, got {max_ranges}",
+    )
+
+    def add(item: Any) -> Any:
+        policy = item
+        if needs_host_lens and max_ranges is not None:
+            policy = HostPolicy(name=name, rule=item, max_ranges=positive("max_ranges", max_ranges))
+        else:
+            is_policy = isinstance(item, type) and issubclass(item, SplitPolicy)
+            require(is_policy, f"policy {name!r}: expected a SplitPolicy class, got {item!r}", TypeError)
+            item.name = name
+        return split_policies.add(name, policy, owner=item.__module__)
+
+    return add
+
+
+def resolve_policy(policy: str | SplitPolicy | HostPolicy) -> SplitPolicy | HostPolicy:
+    """Return the policy of that name with its published parameters, or the given one unchanged."""
+    if isinstance(policy, str):
+        found = split_policies.get(policy)
+        return found() if isinstance(found, type) else found
+    require(
+        isinstance(policy, SplitPolicy | HostPolicy),
+        f"policy: expected a policy or one of {', '.join(split_policies.names())}, got {policy!r}",
+        TypeError,
+    )
+    return policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SplitPlan:
+    """Every request's ranges, as the device has them.
+
+    Ranges `indptr[r]` to `indptr[r + 1]` are request r's, in key order; range i covers list entries
+    `[start[i], end[i])` of request `request[i]`. Buffers have a fixed capacity; entries from `indptr[-1]` on are
+    empty. All int32.
+    """
+
+    policy: str
+    indptr: Int[Tensor, " reqs_1"]
+    request: Int[Tensor, " capacity"]
+    start: Int[Tensor, " capacity"]
+    end: Int[Tensor, " capacity"]
+    nominal: Int[Tensor, " reqs"]
+
+    def __post_init__(self) -> None:
+        device = self.indptr.device
+        tensor("indptr", self.indptr, shape=[self.reqs + 1], dtype=torch.int32)
+        tensor("nominal", self.nominal, shape=[self.reqs], dtype=torch.int32, device=device)
+        for name, x in (("request", self.request), ("start", self.start), ("end", self.end)):
+            tensor(name, x, shape=[self.capacity], dtype=torch.int32, device=device)
+
+    @property
+    def reqs(self) -> int:
+        """How many requests there are."""
+        return self.indptr.shape[0] - 1
+
+    @property
+    def capacity(self) -> int:
+        """Ranges that the buffers can hold."""
+        return self.request.shape[0]
+
+    def to_host(self) -> HostSplits:
+        """Return a copy in plain Python. Waits for the device."""
+        offsets, starts, ends = self.indptr.tolist(), self.start.tolist(), self.end.tolist()
+        ranges = tuple(
+            tuple(zip(starts[a:b], ends[a:b], strict=True)) for a, b in zip(offsets, offsets[1:], strict=False)
+        )
+        return HostSplits(policy=self.policy, ranges=ranges, nominal=tuple(self.nominal.tolist()))
+
+    def validate(self, lens: Sequence[int]) -> None:
+        """Read the ranges (waits for the device); raise ValueError unless they cover each request's keys once."""
+        host = self.to_host()
+        require(len(lens) == self.reqs, f"lens: expected {self.reqs} requests, got {len(lens)}")
+        check_ranges(host.ranges, lens, policy=self.policy, max_ranges=None)
+        owners = [r for r, mine in enumerate(host.ranges) for _ in mine]
+        require(
+            self.request.tolist()[: len(owners)] == owners,
+            f"policy {self.policy!r}: the ranges' request numbers disagree with indptr",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSplits:
+    """A SplitPlan in plain Python: what tables and pictures read."""
+
+    policy: str
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+    nominal: tuple[int, ...]
+
+    @property
+    def effective(self) -> tuple[int, ...]:
+        """Ranges that hold keys, per request; rounding may leave fewer than were asked for."""
+        return tuple(len(mine) for mine in self.ranges)
+
+    @property
+    def lens(self) -> tuple[int, ...]:
+        """Keys per request."""
+        return tuple(mine[-1][1] if mine else 0 for mine in self.ranges)
+
+
+def check_ranges(
+    ranges: Sequence[Sequence[tuple[int, int]]],
+    lens: Sequence[int],
+    *,
+    policy: str,
+    max_ranges: int | None,
+) -> None:
+    """Raise ValueError unless each request's ranges are non-empty, in order, and cover `[0, len)` once."""
+    who = f"policy {policy!r}"
+    require(
+        len(ranges) == len(lens),
+        f"{who}: expected ranges for {len(lens)} requests, got {len(ranges)}",
+    )
+    for r, (mine, length) in enumerate(zip(ranges, lens, strict=True)):
+        at = 0
+        for start, end in mine:
+            what = "overlaps" if start < at else "leaves a gap to"
+            require(
+                start == at,
+                f"{who}: request {r}: range [{start}, {end}) {what} the one before, which ends at {at}",
+            )
+            require(start < end, f"{who}: request {r}: range [{start}, {end}) holds no key")
+            require(
+                end <= length,
+                f"{who}: request {r}: range [{start}, {end}) goes beyond its {length} keys",
+            )
+            at = end
+        require(at == length, f"{who}: request {r}: keys {at} to {length - 1} are in no range")
+        require(
+            max_ranges is None or len(mine) <= max_ranges,
+            f"{who}: request {r} has {len(mine)} ranges, more than the promised max_ranges {max_ranges}",
+        )
+
+
+def splits_of_sizes(
+    sizes: SplitSizes, lens: Int[Tensor, " reqs"], *, policy: str, bounds: SplitBounds, total: int
+) -> SplitPlan:
+    """Return the ranges of those sizes, with room for the most that `total` tokens can need. No host sync.
+
+    Sizes below what the bounds promise are raised to it: the buffers then hold every range, whatever came.
+    """
+    reqs = lens.shape[0]
+    capacity = bounds.capacity(reqs=reqs, total=total)
+    size = torch.maximum(sizes.size.clamp(min=bounds.min_size), -(-lens // bounds.max_ranges))
+    indptr = offsets_of(-(-lens // size))
+    if reqs == 0:
+        nothing = torch.zeros(0, dtype=torch.int32, device=lens.device)
+        return SplitPlan(
+            policy=policy,
+            indptr=indptr,
+            request=nothing,
+            start=nothing,
+            end=nothing,
+            nominal=nothing,
+        )
+    number = torch.arange(capacity, dtype=torch.int32, device=lens.device)
+    request = owner_of(number, indptr)
+    start = (number - indptr[request]) * size[request]
+    end = torch.minimum(start + size[request], lens[request])
+    live = number < indptr[-1]
+    return SplitPlan(
+        policy=policy,
+        indptr=indptr,
+        request=(request * live).int(),
+        start=(start * live).int(),
+        end=(end * live).int(),
+        nominal=sizes.nominal.int(),
+    )
+
+
+def splits_of_host(policy: HostPolicy, lens: Sequence[int], ctx: SplitContext, device: torch.device) -> SplitPlan:
+    """Return a host policy's ranges, checked, on the device."""
+    ranges = [[(int(a), int(b)) for a, b in mine] for mine in policy.rule(list(lens), ctx)]
+    check_ranges(ranges, lens, policy=policy.name, max_ranges=policy.max_ranges)
+    flat = [(r, a, b) for r, mine in enumerate(ranges) for a, b in mine]
+    table = torch.tensor(flat, dtype=torch.int32).reshape(-1, 3).to(device)
+    counts = torch.tensor([len(mine) for mine in ranges], dtype=torch.int32).to(device)
+    return SplitPlan(
+        policy=policy.name,
+        indptr=offsets_of(counts),
+        request=table[:, 0].contiguous(),
+        start=table[:, 1].contiguous(),
+        end=table[:, 2].contiguous(),
+        nominal=counts,
+    )
+
+
+def offsets_of(counts: Int[Tensor, " n"]) -> Int[Tensor, " n_1"]:
+    """Return `[0, counts[0], counts[0] + counts[1], ...]`, int32."""
+    offsets = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device=counts.device)
+    torch.cumsum(counts, 0, dtype=torch.int32, out=offsets[1:])
+    return offsets
+
+
+def owner_of(entries: Int[Tensor, " n"], indptr: Int[Tensor, " reqs_1"]) -> Int[Tensor, " n"]:
+    """Return which request's list each entry lies in; entries beyond the last list get the last request."""
+    owner = torch.searchsorted(indptr[1:], entries, right=True)
+    return owner.clamp(max=indptr.shape[0] - 2)

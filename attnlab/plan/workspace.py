@@ -1,0 +1,84 @@
+"""Scratch for partial results: allocated once, sliced, never grown."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnlab.checks import require
+
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Partials:
+    """What the programs of one call leave behind, fp32: unnormalised softmax states, one row per partial.
+
+    `acc` is the sum of exp(score - max) * value, without the value scale; `max` and `sum` are the softmax state.
+    Rows that no program owns hold whatever was there.
+    """
+
+    acc: Float[Tensor, "partials group v_dim"]
+    max: Float[Tensor, "partials group"]
+    sum: Float[Tensor, "partials group"]
+
+    @property
+    def lse(self) -> Float[Tensor, "partials group"]:
+        """Natural log of the sum of exp(score): how much a partial weighs. -inf where nothing was seen."""
+        return self.max + self.sum.log()
+
+    @property
+    def output(self) -> Float[Tensor, "partials group v_dim"]:
+        """Each partial's own softmax output; 0 where nothing was seen."""
+        return torch.where(self.sum[..., None] > 0, self.acc / self.sum[..., None], 0.0)
+
+
+def scratch_bytes(*, programs: int, group: int, v_dim: int) -> int:
+    """Return the bytes of so many partials: accumulator, maximum and sum, fp32."""
+    return programs * group * (v_dim + 2) * FLOAT_BYTES
+
+
+class Workspace:
+    """Partials for the largest plan, in flat buffers; one accumulator buffer per distinct value dimension.
+
+    Raises ValueError, with the bytes needed, where a GPU has not that much memory free.
+    """
+
+    def __init__(self, *, max_ranges: int, heads: int, v_dims: Collection[int], device: torch.device | str) -> None:
+        self.max_ranges, self.heads = max_ranges, heads
+        rows = max_ranges * heads
+        self.bytes = sum(scratch_bytes(programs=rows, group=1, v_dim=d) for d in sorted(set(v_dims)))
+        device = torch.device(device)
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+            require(
+                self.bytes <= free,
+                f"scratch: {self.bytes:,} bytes for {max_ranges:,} ranges x {heads} heads do not fit the {free:,} free on "
+                f"{device}; lower max_requests, or the policy's ranges per request",
+            )
+        self._acc = {d: torch.empty(rows * d, dtype=torch.float32, device=device) for d in set(v_dims)}
+        self._state = {d: torch.empty(2, rows, dtype=torch.float32, device=device) for d in set(v_dims)}
+
+    def partials(self, *, programs: int, group: int, v_dim: int) -> Partials:
+        """Return views for so many partials. Raises ValueError where the plan needs more than was allocated."""
+        rows, have = programs * group, self.max_ranges * self.heads
+        require(
+            rows <= have,
+            f"plan: needs scratch for {programs:,} partials of {group} heads, the workspace holds {have:,} rows "
+            f"({self.max_ranges:,} ranges x {self.heads} heads); build the backend with a larger max_requests",
+        )
+        state = self._state[v_dim]
+        return Partials(
+            acc=self._acc[v_dim][: rows * v_dim].view(programs, group, v_dim),
+            max=state[0, :rows].view(programs, group),
+            sum=state[1, :rows].view(programs, group),
+        )
+
+    def fill(self, value: float) -> None:
+        """Fill all scratch with a value; tests use NaN."""
+        for buffer in (*self._acc.values(), *self._state.values()):
+            buffer.fill_(value)
