@@ -1,0 +1,1 @@
+"""Triton text and its launchers: launcher and kernel in one file, launcher first."""

@@ -1,0 +1,427 @@
+"""Split-KV decode: every range of keys is attended on its own, then the partial results are merged.
+
+Reference: decode_attention_fwd, its normal (one query head a program) and its grouped kernel; here one text, since they
+differ in how a tile of queries meets a tile of keys and in nothing else. What a program reads comes from the schedule.
+Source of the method: Flash-Decoding (Dao et al., 2023), online softmax (Milakov and Gimelshein, 2018).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnlab._triton import jit, tl
+from attnlab.kernels.core import finite_or_zero, score_pipeline, slot_offsets
+from attnlab.kernels.target import Target
+from attnlab.memory.pool import KVView
+from attnlab.plan.plans import Lane
+from attnlab.plan.workspace import Partials
+from attnlab.spec import AttentionSpec
+
+HEAD_TILE = 16
+"""Query heads of one group that a program packs into a tile; the tensor core's smallest side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitConfig:
+    """Tile sizes and launch options of the split kernel for one shape on one target."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def choose(cls, spec: AttentionSpec, target: Target) -> SplitConfig:
+        """Return the choice; the one place where it is made."""
+        if target.kind == "interpreter":
+            return cls(block_n=256, num_warps=4, num_stages=1)  # its cost is Python per operation: wide tiles win
+        wide = spec.qk_dim > 256
+        if target.kind == "hip":
+            return cls(block_n=16 if wide else 32, num_warps=4, num_stages=1)
+        if spec.group == 1:
+            return cls(block_n=32 if wide else 64, num_warps=4, num_stages=2)
+        return cls(block_n=32, num_warps=4, num_stages=1 if wide else 2)
+
+
+def head_tiles(dim: int) -> tuple[int, int]:
+    """Return (main, rest): tile widths that cover a head dimension, powers of two of at least 16; rest may be 0.
+
+    Dimensions such as 576 = 512 + 64, 192 = 128 + 64 or 80 = 64 + 16 are covered without idle lanes; the others are
+    padded to the next power of two.
+    """
+    main = 1 << (dim.bit_length() - 1)
+    rest = dim - main
+    if main >= 16 and rest >= 16 and rest & (rest - 1) == 0:
+        return main, rest
+    return max(16, 1 << (dim - 1).bit_length()), 0
+
+
+def decode_split(
+    *,
+    q: Tensor,
+    view: KVView,
+    lane: Lane,
+    spec: AttentionSpec,
+    partials: Partials,
+    aux: Tensor | None,
+    target: Target,
+) -> None:
+    """Leave the softmax state of every segment of the schedule in `partials`.
+
+    Computes: over the keys n of a segment, max = max s[n], sum = sum exp(s[n] - max), acc = sum exp(s[n] - max) v[n].
+    Shapes: `q [reqs, heads, qk_dim]`; `aux [reqs, heads, width]` or None; partials `[programs, group, ...]` fp32.
+    Grid: (segments, head tiles): a program owns one range of keys of one KV head, and up to 16 query heads of its group.
+    Reads/writes: the keys and values of the segment's slots alone; of the partials, the segment's own row.
+    """
+    programs = lane.schedule.programs
+    if programs == 0:
+        return
+    constants, options = split_constants(spec=spec, view=view, target=target, q_dtype=q.dtype)
+    # A page-major view has a page stride of its own; by slot, PAGE_SIZE is 1 and it goes unread.
+    k_page, v_page = view.k.stride(0), view.v.stride(0)
+    bias = q if aux is None else aux
+    _decode_split_kernel[(programs, -(-spec.group // HEAD_TILE))](
+        _liftable(q, target),
+        view.k,
+        view.v,
+        lane.layout.index.slots,
+        lane.layout.index.indptr,
+        lane.layout.start,
+        lane.schedule.segments,
+        partials.acc,
+        partials.max,
+        partials.sum,
+        bias,
+        spec.scale * view.k_scale,
+        1.0 if spec.softcap is None else spec.softcap,
+        q.stride(0),
+        q.stride(1),
+        k_page,
+        view.k.stride(-3),
+        view.k.stride(-2),
+        v_page,
+        view.v.stride(-3),
+        view.v.stride(-2),
+        bias.stride(0),
+        bias.stride(1),
+        bias.shape[2],
+        **constants,
+        **options,
+    )
+
+
+def split_constants(
+    *, spec: AttentionSpec, view: KVView, target: Target, q_dtype: torch.dtype
+) -> tuple[dict[str, object], dict[str, int]]:
+    """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on."""
+    config = SplitConfig.choose(spec, target)
+    block_d, block_r = head_tiles(spec.qk_dim)
+    constants: dict[str, object] = {
+        "GROUP": spec.group,
+        "QK_DIM": spec.qk_dim,
+        "V_DIM": spec.v_dim,
+        "BLOCK_H": 1 if spec.group == 1 else HEAD_TILE,
+        "BLOCK_N": config.block_n,
+        "BLOCK_D": block_d,
+        "BLOCK_R": block_r,
+        "BLOCK_V": max(16, 1 << (spec.v_dim - 1).bit_length()),
+        "PAGE_SIZE": view.page_size,
+        # V is the whole main tile of K: 512 of 576, 256 of 288.
+        "V_IS_K_TILE": view.v_in_k and spec.v_dim == block_d,
+        "HAS_SOFTCAP": spec.softcap is not None,
+        "TEMPERATURE_LEN": spec.temperature_len or 0,
+        "MOD": None if spec.mod is None else spec.mod.triton,
+        "COMPUTE": _compute_dtype(q_dtype, view.k.dtype, target),
+    }
+    return constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def decode_merge(
+    *,
+    view: KVView,
+    lane: Lane,
+    spec: AttentionSpec,
+    partials: Partials,
+    out: Tensor,
+    lse: Tensor | None,
+    sinks: Tensor | None,
+    target: Target,
+) -> None:
+    """Merge every request's partials into its output.
+
+    Computes: with M = max of the partials' maxima and of the sink, out = v_scale * sum exp(max - M) acc / Z and
+    lse = M + ln Z, where Z = sum exp(max - M) sum + exp(sink - M). Nothing seen: out 0, lse -inf (the sink, if any).
+    Shapes: `out [reqs, heads, v_dim]` any float dtype; `lse [reqs, heads]` fp32 or None; `sinks [heads]` or None.
+    Grid: (requests, query heads): a program owns one row of the output.
+    Reads/writes: partials that segments own, through `merge_indptr`; never a row that nobody wrote.
+    """
+    reqs = out.shape[0]
+    if reqs == 0:
+        return
+    # The interpreter truncates where it should round to bf16: torch rounds instead.
+    target_out = torch.empty_like(out, dtype=torch.float32) if target.kind == "interpreter" else out
+    lse_out = partials.max if lse is None else lse
+    _decode_merge_kernel[(reqs, spec.heads)](
+        partials.acc,
+        partials.max,
+        partials.sum,
+        lane.schedule.merge_indptr,
+        partials.max if sinks is None else sinks,
+        target_out,
+        lse_out,
+        view.v_scale,
+        target_out.stride(0),
+        target_out.stride(1),
+        lse_out.stride(0),
+        lse_out.stride(1),
+        **merge_constants(spec=spec, has_lse=lse is not None),
+        num_warps=4,
+        num_stages=1,
+    )
+    if target_out is not out:
+        out.copy_(target_out)
+
+
+def merge_constants(*, spec: AttentionSpec, has_lse: bool) -> dict[str, object]:
+    """Return the merge kernel's compile-time arguments."""
+    block_v = max(16, 1 << (spec.v_dim - 1).bit_length())
+    return {
+        "KV_HEADS": spec.kv_heads,
+        "GROUP": spec.group,
+        "V_DIM": spec.v_dim,
+        "BLOCK_V": block_v,
+        "BLOCK_S": max(4, 2048 // block_v),
+        "HAS_SINKS": spec.has_sinks,
+        "HAS_LSE": has_lse,
+    }
+
+
+def _compute_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype, target: Target) -> object:
+    """Return what tiles are cast to before a dot: q's dtype, or the pool's where that is wider; fp8 is always lifted."""
+    if target.kind == "interpreter":
+        return tl.float32  # numpy knows no bf16: dots of such tiles would be silently wrong
+    wide = q_dtype if kv_dtype == torch.float8_e4m3fn else torch.promote_types(q_dtype, kv_dtype)
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[wide]
+
+
+def _liftable(q: Tensor, target: Target) -> Tensor:
+    return q.float() if target.kind == "interpreter" else q
+
+
+@jit
+def _dots(q, k, PACKED: tl.constexpr):
+    """[rows, keys] dot products: on tensor cores for a packed group, elementwise for a single query head."""
+    if PACKED:
+        return tl.dot(q, tl.trans(k), input_precision="ieee")
+    return tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
+
+
+@jit
+def _weighted_sum(p, v, PACKED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[rows, v_dim] sums of values, weighted by [rows, keys]."""
+    if PACKED:
+        return tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return tl.sum(tl.reshape(p, (BLOCK_N, 1)) * v.to(tl.float32), 0)[None, :]
+
+
+@jit
+def _decode_split_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    slots_ptr,
+    indptr_ptr,
+    start_ptr,
+    segments_ptr,
+    acc_ptr,
+    max_ptr,
+    sum_ptr,
+    aux_ptr,
+    scale,
+    softcap,
+    q_stride_token,
+    q_stride_head,
+    k_stride_page,
+    k_stride_slot,
+    k_stride_head,
+    v_stride_page,
+    v_stride_slot,
+    v_stride_head,
+    aux_stride_token,
+    aux_stride_head,
+    aux_width,
+    GROUP: tl.constexpr,
+    QK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    V_IS_K_TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TEMPERATURE_LEN: tl.constexpr,
+    MOD: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    # 1. What is mine: a range of one request's keys, for one KV head.
+    segment = segments_ptr + tl.program_id(0) * 5
+    req = tl.load(segment).to(tl.int64)
+    kv_head = tl.load(segment + 1)
+    first = tl.load(segment + 2)
+    last = tl.load(segment + 3)
+    partial = tl.load(segment + 4).to(tl.int64)
+    if first >= last:
+        return
+    list_start = tl.load(indptr_ptr + req)
+    list_end = tl.load(indptr_ptr + req + 1)
+    start = tl.load(start_ptr + req)
+    q_pos = start + list_end - list_start - 1
+
+    # 2. My queries: up to 16 heads of the group, in two tiles where the head dimension is not a power of two.
+    PACKED: tl.constexpr = BLOCK_H > 1
+    member = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_h = member < GROUP
+    head = kv_head * GROUP + member
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < QK_DIM
+    q_row = q_ptr + req * q_stride_token + head[:, None].to(tl.int64) * q_stride_head
+    q = tl.load(q_row + offs_d[None, :], mask=mask_h[:, None] & mask_d[None, :], other=0.0).to(COMPUTE)
+    if BLOCK_R > 0:
+        offs_r = BLOCK_D + tl.arange(0, BLOCK_R)
+        q_rest = tl.load(q_row + offs_r[None, :], mask=mask_h[:, None], other=0.0).to(COMPUTE)
+    offs_v = tl.arange(0, BLOCK_V)
+    mask_v = offs_v < V_DIM
+
+    # 3. My keys, a tile at a time, with the softmax state of all tiles so far.
+    running_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+    for at in range(first, last, BLOCK_N):
+        entry = at + tl.arange(0, BLOCK_N)
+        mask_n = entry < last
+        slots = tl.load(slots_ptr + list_start + entry, mask=mask_n, other=0)
+        k_row = k_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE)[:, None] + kv_head * k_stride_head
+        k = tl.load(k_row + offs_d[None, :], mask=mask_n[:, None] & mask_d[None, :], other=0.0).to(COMPUTE)
+        dots = _dots(q, k, PACKED)
+        if BLOCK_R > 0:
+            k_rest = tl.load(k_row + offs_r[None, :], mask=mask_n[:, None], other=0.0).to(COMPUTE)
+            dots += _dots(q_rest, k_rest, PACKED)
+        scores = score_pipeline(
+            dots,
+            q_pos,
+            (start + entry)[None, :],
+            req,
+            head[:, None],
+            mask_h[:, None] & mask_n[None, :],
+            scale,
+            softcap,
+            aux_ptr,
+            aux_stride_token,
+            aux_stride_head,
+            aux_width,
+            HAS_SOFTCAP,
+            TEMPERATURE_LEN,
+            MOD,
+        )
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        shift = finite_or_zero(new_max)
+        p = tl.exp(scores - shift[:, None])
+        fade = tl.exp(running_max - shift)
+        if V_IS_K_TILE:
+            v = k
+        else:
+            v_row = (
+                v_ptr + slot_offsets(slots, v_stride_page, v_stride_slot, PAGE_SIZE)[:, None] + kv_head * v_stride_head
+            )
+            v = tl.load(v_row + offs_v[None, :], mask=mask_n[:, None] & mask_v[None, :], other=0.0).to(COMPUTE)
+        acc = acc * fade[:, None] + _weighted_sum(p, v, PACKED, BLOCK_N)
+        running_sum = running_sum * fade + tl.sum(p, 1)
+        running_max = new_max
+
+    # 4. Leave the state, unnormalised: no logarithm, no division, nothing undefined where nothing was seen.
+    state = partial * GROUP + member
+    tl.store(max_ptr + state, running_max, mask=mask_h)
+    tl.store(sum_ptr + state, running_sum, mask=mask_h)
+    tl.store(
+        acc_ptr + state[:, None] * V_DIM + offs_v[None, :],
+        acc,
+        mask=mask_h[:, None] & mask_v[None, :],
+    )
+
+
+@jit
+def _decode_merge_kernel(
+    acc_ptr,
+    max_ptr,
+    sum_ptr,
+    merge_indptr_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    v_scale,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_token,
+    lse_stride_head,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    # 1. What is mine: one query head of one request, and where its partials lie.
+    req = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    owner = merge_indptr_ptr + req * KV_HEADS + head // GROUP
+    first = tl.load(owner)
+    last = tl.load(owner + 1)
+    offs_v = tl.arange(0, BLOCK_V)
+    mask_v = offs_v < V_DIM
+
+    # 2. Merge them in key order, a few at a time.
+    running_max = float("-inf")
+    running_sum = 0.0
+    acc = tl.zeros([BLOCK_V], tl.float32)
+    for at in range(first, last, BLOCK_S):
+        partial = at + tl.arange(0, BLOCK_S)
+        live = partial < last
+        state = partial.to(tl.int64) * GROUP + head % GROUP
+        maxima = tl.load(max_ptr + state, mask=live, other=float("-inf"))
+        sums = tl.load(sum_ptr + state, mask=live, other=0.0)
+        outputs = tl.load(
+            acc_ptr + state[:, None] * V_DIM + offs_v[None, :],
+            mask=live[:, None] & mask_v[None, :],
+            other=0.0,
+        )
+        new_max = tl.maximum(running_max, tl.max(maxima, 0))
+        shift = finite_or_zero(new_max)
+        weights = tl.exp(maxima - shift)
+        fade = tl.exp(running_max - shift)
+        acc = acc * fade + tl.sum(weights[:, None] * outputs, 0)
+        running_sum = running_sum * fade + tl.sum(weights * sums, 0)
+        running_max = new_max
+
+    # 3. The sink joins the denominator once, whatever the number of splits.
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        new_max = tl.maximum(running_max, sink)
+        shift = finite_or_zero(new_max)
+        fade = tl.exp(running_max - shift)
+        acc = acc * fade
+        running_sum = running_sum * fade + tl.exp(sink - shift)
+        running_max = new_max
+
+    # 4. Normalise. Nothing seen: out 0, lse -inf.
+    nothing = running_sum == 0.0
+    out = acc / tl.where(nothing, 1.0, running_sum) * v_scale
+    out_row = out_ptr + req * out_stride_token + head * out_stride_head
+    tl.store(out_row + offs_v, out.to(out_ptr.dtype.element_ty), mask=mask_v)
+    if HAS_LSE:
+        lse = running_max + tl.log(tl.where(nothing, 1.0, running_sum))
+        tl.store(lse_ptr + req * lse_stride_token + head * lse_stride_head, lse)

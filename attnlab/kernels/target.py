@@ -1,0 +1,33 @@
+"""What a kernel is built for: a GPU, or the interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from attnlab._boot import INTERPRETED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """`arch` is the compute capability times ten on CUDA (90 for an H200), 0 elsewhere."""
+
+    kind: Literal["cuda", "hip", "interpreter"]
+    arch: int = 0
+
+    @classmethod
+    def of(cls, device: torch.device) -> Target:
+        """Return the target of kernels that this process launches on a device."""
+        if INTERPRETED:
+            return cls(kind="interpreter")
+        if torch.version.hip is not None:
+            return cls(kind="hip")
+        major, minor = torch.cuda.get_device_capability(device)
+        return cls(kind="cuda", arch=10 * major + minor)
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether kernels can read fp8-e4m3 here (CUDA from compute capability 8.9 on, and the interpreter)."""
+        return self.kind == "interpreter" or (self.kind == "cuda" and self.arch >= 89)
