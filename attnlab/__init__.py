@@ -1,0 +1,71 @@
+"""attnlab: the Triton attention backend of an LLM server, opened up to learn from, study and improve.
+
+The public names, in reading order. Each is loaded when it is first asked for, so that `import attnlab` needs neither
+Triton nor a display.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from attnlab import _boot as _boot  # decides how kernels run, before anything imports Triton
+
+if TYPE_CHECKING:
+    from attnlab.backend import AttentionBackend as AttentionBackend
+    from attnlab.batch import DecodeBatch as DecodeBatch
+    from attnlab.batch import DeviceLens as DeviceLens
+    from attnlab.batch import HostLens as HostLens
+    from attnlab.inspect.info import info as info
+    from attnlab.inspect.workbench import Workbench as Workbench
+    from attnlab.inspect.workbench import workbench as workbench
+    from attnlab.memory.pools.mha import MHAPool as MHAPool
+    from attnlab.memory.pools.mla import MLAPool as MLAPool
+    from attnlab.memory.requests import RequestTable as RequestTable
+    from attnlab.memory.slots import SlotAllocator as SlotAllocator
+    from attnlab.plan.plans import DecodePlan as DecodePlan
+    from attnlab.plan.splits import SplitContext as SplitContext
+    from attnlab.plan.splits import SplitPolicy as SplitPolicy
+    from attnlab.plan.splits import split_policies as split_policies
+    from attnlab.plan.splits import split_policy as split_policy
+    from attnlab.plots.show import show as show
+    from attnlab.spec import AttentionSpec as AttentionSpec
+    from attnlab.spec import ModelSpec as ModelSpec
+    from attnlab.spec import ScoreMod as ScoreMod
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "info": "inspect.info",
+    "workbench": "inspect.workbench",
+    "Workbench": "inspect.workbench",
+    "show": "plots.show",
+    "AttentionSpec": "spec",
+    "ModelSpec": "spec",
+    "ScoreMod": "spec",
+    "HostLens": "batch",
+    "DeviceLens": "batch",
+    "DecodeBatch": "batch",
+    "SlotAllocator": "memory.slots",
+    "RequestTable": "memory.requests",
+    "MHAPool": "memory.pools.mha",
+    "MLAPool": "memory.pools.mla",
+    "SplitContext": "plan.splits",
+    "SplitPolicy": "plan.splits",
+    "split_policy": "plan.splits",
+    "split_policies": "plan.splits",
+    "DecodePlan": "plan.plans",
+    "AttentionBackend": "backend",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'attnlab' has no attribute {name!r}; its names are {', '.join(_HOME)}")
+    return getattr(import_module(f"attnlab.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

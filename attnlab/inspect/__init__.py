@@ -1,0 +1,1 @@
+"""Looking inside: the workbench, real samples and request lengths, merges step by step."""
