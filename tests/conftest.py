@@ -1,0 +1,26 @@
+"""Shared by all tests: attnlab first, so that it decides how kernels run before anything imports Triton."""
+
+import attnlab  # noqa: F401  isort: skip
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("thorough", max_examples=1000, deadline=None)
+hypothesis.settings.load_profile("ci")
+
+HAS_GPU = torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not HAS_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # xdist runs a process per core
