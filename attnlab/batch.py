@@ -139,6 +139,11 @@ class DecodeBatch:
     rows: Int[Tensor, " reqs"]
     seq: Lens
 
+    @classmethod
+    def of(cls, *, rows: Sequence[int], lens: Sequence[int], device: torch.device | str) -> DecodeBatch:
+        """Return a batch whose rows and lengths the host knows; `device` is the pool's."""
+        return cls(rows=torch.tensor(rows, dtype=torch.int64), seq=HostLens.of(lens, device=device))
+
     def __post_init__(self) -> None:
         tensor("rows", self.rows, shape=["reqs"], dtype=(torch.int32, torch.int64))
         require(

@@ -13,6 +13,16 @@ OUTPUT: dict[torch.dtype, dict[str, float]] = {
 }
 """By dtype of the output."""
 
+CAP_ROUNDING = 2e-7
+"""tanh in fp32 is right to so much; a cap multiplies it, and a score's error is the output's relative error."""
+
+
+def output(dtype: torch.dtype, softcap: float | None = None) -> dict[str, float]:
+    """Return what an output may be off by."""
+    extra = 0.0 if softcap is None else softcap * CAP_ROUNDING
+    return {name: value + extra for name, value in OUTPUT[dtype].items()}
+
+
 LSE = {"atol": 1e-5, "rtol": 1e-6}
 """Natural log-sum-exp, fp32."""
 

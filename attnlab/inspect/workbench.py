@@ -143,7 +143,7 @@ def workbench(
         max_requests=max(1, len(lens)),
         multiprocessors=_multiprocessors(pool.device) if multiprocessors is None else multiprocessors,
     )
-    batch = DecodeBatch(rows=torch.tensor(rows, dtype=torch.int64), seq=HostLens.of(lens, device=pool.device))
+    batch = DecodeBatch.of(rows=rows, lens=lens, device=pool.device)
     source = "recorded q, k, v of the trained model" if recorded else f"normal numbers, seed {seed}"
     return Workbench(backend=backend, batch=batch, contents=contents, source=source)
 

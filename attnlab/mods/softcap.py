@@ -13,5 +13,7 @@ def soft_cap(scores: Tensor, cap: float) -> Tensor:
 
 @jit
 def soft_cap_triton(scores, cap):
-    # tanh(x) = 2 sigmoid(2x) - 1 saturates at any size; a quotient of exponentials overflows at |x| > 88.
-    return cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
+    # tanh by the exponential of a negative number: it saturates at any size, where exp(x) overflows at x > 88.
+    e = tl.exp(-2 * tl.abs(scores) / cap)
+    squeezed = cap * (1 - e) / (1 + e)
+    return tl.where(scores < 0, -squeezed, squeezed)

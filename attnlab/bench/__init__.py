@@ -1,0 +1,1 @@
+"""Measuring: correct first, then timed."""

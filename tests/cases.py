@@ -1,0 +1,299 @@
+"""Named decode cases, each with one reason to exist, and the stand that runs one and asks the oracle."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attnlab._boot import INTERPRETED
+from attnlab.backend import AttentionBackend
+from attnlab.batch import DecodeBatch
+from attnlab.eager import oracle
+from attnlab.memory.pool import KVPool
+from attnlab.memory.pools.mha import MHAPool
+from attnlab.memory.pools.mla import MLAPool
+from attnlab.memory.requests import RequestTable
+from attnlab.mods.registry import score_mods
+from attnlab.plan.plans import DecodePlan
+from attnlab.plan.splits import HostPolicy, SplitPolicy
+from attnlab.spec import AttentionSpec, ModelSpec
+from tests.tolerances import LSE, output
+
+ENGINES = [("eager", "cpu"), ("triton", "cpu")] if INTERPRETED else [("eager", "cuda"), ("triton", "cuda")]
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A decode call. `why` says what it would catch that no other case does."""
+
+    id: str
+    why: str
+    lens: tuple[int, ...] = (5, 64, 200, 1)
+    heads: int = 8
+    kv_heads: int = 2
+    qk_dim: int = 32
+    v_dim: int = 32
+    policy: str | SplitPolicy | HostPolicy = "seed"
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype = torch.float32
+    page_size: int = 1
+    layout: str = "slots"
+    softcap: float | None = None
+    temperature_len: int | None = None
+    mod: str | None = None
+    sinks: bool = False
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    mla: bool = False
+    scale: float | None = None
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            qk_dim=self.qk_dim,
+            v_dim=self.v_dim,
+            scale=self.qk_dim**-0.5 if self.scale is None else self.scale,
+            softcap=self.softcap,
+            temperature_len=self.temperature_len,
+            mod=None if self.mod is None else score_mods.get(self.mod),
+            has_sinks=self.sinks,
+        )
+
+    def but(self, **changes: object) -> Case:
+        return replace(self, **changes)
+
+
+CASES = [
+    Case(id="toy", why="the batch of the notebooks: uneven lengths, one of a single key"),
+    Case(id="empty-rows", why="requests of length 0 beside others", lens=(0, 33, 0, 1, 0)),
+    Case(id="one-key", why="a single key is its own softmax", lens=(1,)),
+    Case(id="split-borders", why="lengths at the 32-key border", lens=(31, 32, 33, 63, 64, 65), policy="static"),
+    Case(id="last-split-of-one", why="257 keys in 8 splits end in a range of one", lens=(257,), policy="static"),
+    Case(id="tile-borders", why="lengths at the tile border", lens=(255, 256, 257), policy="tile"),
+    Case(id="mha", why="one query head a program", heads=4, kv_heads=4),
+    Case(id="mqa", why="one KV head for all", heads=8, kv_heads=1),
+    Case(id="group-3", why="a group that is no power of two (SmolLM2)", heads=9, kv_heads=3, qk_dim=64, v_dim=64),
+    Case(id="group-5", why="a group of 5 (Llama 4)", heads=10, kv_heads=2),
+    Case(id="group-20", why="more than one head tile a group, the last one partly empty", heads=40, kv_heads=2),
+    Case(id="group-24", why="as group-20, at another remainder", heads=48, kv_heads=2),
+    Case(id="group-32", why="two full head tiles", heads=64, kv_heads=2),
+    Case(id="dim-80", why="64 + 16 columns", qk_dim=80, v_dim=80),
+    Case(id="dim-96", why="64 + 32 columns", qk_dim=96, v_dim=96),
+    Case(id="dim-13", why="padded to 16", qk_dim=13, v_dim=13),
+    Case(id="dim-112", why="padded to 128", qk_dim=112, v_dim=112),
+    Case(id="qk-192-v-128", why="q and v dims differ", qk_dim=192, v_dim=128),
+    Case(id="mha-dim-80", why="two column tiles without a dot", heads=2, kv_heads=2, qk_dim=80, v_dim=80),
+    Case(id="pages-4", why="page-major buffer with a page stride of its own", page_size=4, layout="pages"),
+    Case(id="pages-16-mha", why="as pages-4, one query head a program", page_size=16, layout="pages", heads=2),
+    Case(id="page-4-by-slot", why="pages in the allocator only", page_size=4),
+    Case(id="softcap", why="cap after the scale", softcap=5.0),
+    Case(id="temperature", why="scores grow past a length", temperature_len=32),
+    Case(id="alibi", why="a modifier without an aux tensor", mod="alibi"),
+    Case(id="bias", why="a modifier with its aux tensor", mod="relative_bias"),
+    Case(id="bias-mha", why="the same, one query head a program", mod="relative_bias", heads=2, kv_heads=2),
+    Case(id="sinks", why="sinks join the denominator once, empty rows included", sinks=True, lens=(0, 300, 7)),
+    Case(id="scales", why="K and V scales that differ from 1 and from each other", k_scale=0.5, v_scale=0.25),
+    Case(
+        id="everything",
+        why="the whole pipeline in its order",
+        softcap=5.0,
+        temperature_len=32,
+        mod="relative_bias",
+        sinks=True,
+        k_scale=0.5,
+        v_scale=0.25,
+        page_size=4,
+        layout="pages",
+    ),
+    Case(id="mla-576", why="512 + 64 columns, V is the K tile", heads=16, kv_heads=1, qk_dim=576, v_dim=512, mla=True),
+    Case(id="mla-288", why="256 + 32 columns", heads=20, kv_heads=1, qk_dim=288, v_dim=256, mla=True),
+    Case(id="mla-odd", why="V in K, but not its main tile", heads=4, kv_heads=1, qk_dim=48, v_dim=24, mla=True),
+    Case(id="fp16", why="half precision", dtype=torch.float16, kv_dtype=torch.float16),
+    Case(
+        id="bf16",
+        why="bfloat16, which the interpreter cannot compute in",
+        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+    ),
+    Case(id="fp8", why="fp8 cache with scales", dtype=torch.bfloat16, kv_dtype=FP8, k_scale=0.05, v_scale=0.2),
+    Case(id="fp8-pages", why="fp8, page-major", kv_dtype=FP8, k_scale=0.05, v_scale=0.2, page_size=4, layout="pages"),
+    Case(
+        id="fp8-mla",
+        why="fp8 latent rows",
+        heads=16,
+        kv_heads=1,
+        qk_dim=576,
+        v_dim=512,
+        mla=True,
+        dtype=torch.bfloat16,
+        kv_dtype=FP8,
+        k_scale=0.05,
+        v_scale=0.05,
+    ),
+]
+
+
+class Stand:
+    """A case, built: a pool full of NaN in which the live slots alone hold numbers, in shuffled pages."""
+
+    def __init__(self, case: Case, engine: str, device: str) -> None:
+        self.case, self.device = case, torch.device(device)
+        rng = torch.Generator().manual_seed(zlib.crc32(case.id.encode()))
+        self.spec = case.spec
+        self.model = ModelSpec.uniform(
+            self.spec,
+            layers=2,
+            context_len=max(*case.lens, 1),
+            page_size=case.page_size,
+            kv_dtype=case.kv_dtype,
+            mla=case.mla,
+        )
+        self.pool, self.table, self.rows = self._storage(rng)
+        self.backend = AttentionBackend(
+            model=self.model,
+            pool=self.pool,
+            table=self.table,
+            engine=engine,
+            policy=case.policy,
+            max_requests=len(case.lens),
+            multiprocessors=132,
+        )
+        self.backend.workspace.fill(float("nan"))
+        self._draw(rng)
+
+    def _storage(self, rng: torch.Generator) -> tuple[KVPool, RequestTable, list[int]]:
+        case, size = self.case, self.case.page_size
+        pages = [-(-n // size) for n in case.lens]
+        num_slots = (2 * sum(pages) + 2) * size
+        if case.mla:
+            pool: KVPool = MLAPool(self.model, num_slots=num_slots, device=self.device, scale=case.k_scale)
+        else:
+            pool = MHAPool(
+                self.model,
+                num_slots=num_slots,
+                device=self.device,
+                layout=case.layout,
+                k_scale=case.k_scale,
+                v_scale=case.v_scale,
+            )
+        table = RequestTable(
+            max_requests=len(case.lens) + 2,
+            max_context=max(*case.lens, 1) + 3,
+            num_slots=num_slots,
+            device=self.device,
+        )
+        table.admit()  # row 0 stays empty: rows and request numbers differ
+        rows = [table.admit() for _ in case.lens]
+        turns = torch.tensor([r for r, n in enumerate(pages) for _ in range(n)])
+        for r in turns[torch.randperm(len(turns), generator=rng)].tolist():
+            pool.allocator.allocate("hole", size)
+            more = min(size, case.lens[r] - table.length(rows[r]))
+            table.append(rows[r], pool.allocator.allocate(r, more))
+        for layer in range(2):
+            for x in (pool.view(layer).k, pool.view(layer).v):
+                poison(x)
+        return pool, table, rows
+
+    def _draw(self, rng: torch.Generator) -> None:
+        case, spec = self.case, self.spec
+        reqs = len(case.lens)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=rng)
+
+        self.q = randn(reqs, spec.heads, spec.qk_dim).to(self.device, case.dtype)
+        self.k = [randn(n, spec.kv_heads, spec.qk_dim).to(self.device) for n in case.lens]
+        self.v = [
+            k[..., : spec.v_dim] if case.mla else randn(k.shape[0], spec.kv_heads, spec.v_dim).to(self.device)
+            for k in self.k
+        ]
+        self.sinks = randn(spec.heads).to(self.device) if case.sinks else None
+        needs_aux = spec.mod is not None and spec.mod.needs_aux
+        self.aux = randn(reqs, spec.heads, 16).to(self.device) if needs_aux else None
+        for layer in range(2):
+            for row, k, v in zip(self.rows, self.k, self.v, strict=True):
+                self.pool.write(layer, self.table.slots_of(row).long(), k, None if case.mla else v)
+
+    @property
+    def batch(self) -> DecodeBatch:
+        return DecodeBatch.of(rows=self.rows, lens=self.case.lens, device=self.device)
+
+    def plan(self) -> DecodePlan:
+        return self.backend.plan(self.batch)
+
+    def run(self, plan: DecodePlan | None = None) -> tuple[Tensor, Tensor]:
+        """Decode layer 1; return output and LSE."""
+        lse = torch.full((len(self.case.lens), self.spec.heads), float("nan"), device=self.device)
+        out = torch.full((*lse.shape, self.spec.v_dim), float("nan"), dtype=self.case.dtype, device=self.device)
+        made = self.plan() if plan is None else plan
+        args = {"sinks": self.sinks, "aux": self.aux, "save": False, "out": out, "lse": lse}
+        self.backend.decode(1, self.q, None, None, made, **args)
+        return out, lse
+
+    def stored(self, x: Tensor, scale: float) -> Tensor:
+        """What the cache keeps of a row: rounded to its dtype, by plain torch."""
+        scaled = x if scale == 1.0 else x / scale
+        scaled = scaled.clamp(-448, 448) if self.case.kv_dtype == FP8 else scaled
+        return scaled.to(self.case.kv_dtype).double() * scale
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """What the fp64 oracle says, on the same rounded inputs."""
+        case = self.case
+        v_scale = case.k_scale if case.mla else case.v_scale
+        rows = [
+            oracle.attention(
+                self.q[r],
+                self.stored(self.k[r], case.k_scale),
+                self.stored(self.v[r], v_scale),
+                scale=self.spec.scale,
+                softcap=case.softcap,
+                temperature_len=case.temperature_len,
+                modify=MODIFY[case.mod](r, self.aux),
+                sinks=self.sinks,
+            )
+            for r in range(len(case.lens))
+        ]
+        return torch.stack([out for out, _ in rows]), torch.stack([lse for _, lse in rows])
+
+    def check(self) -> None:
+        """Run and compare with the oracle; name the worst place."""
+        (out, lse), (want_out, want_lse) = self.run(), self.expected()
+        torch.testing.assert_close(out.double(), want_out, **output(self.case.dtype, self.case.softcap))
+        torch.testing.assert_close(lse.double(), want_lse, **LSE)
+
+
+def _no_mod(request: int, aux: Tensor | None) -> None:
+    return None
+
+
+def _alibi(request: int, aux: Tensor | None) -> oracle.Modify:
+    return lambda scores, q_pos, kv_pos, head: scores - 0.5 ** (head + 1) * (q_pos - kv_pos)
+
+
+def _bias(request: int, aux: Tensor) -> oracle.Modify:
+    def modify(scores: Tensor, q_pos: int, kv_pos: Tensor, head: int) -> Tensor:
+        biased = scores.clone()
+        for j in range(len(kv_pos)):
+            if q_pos - j < aux.shape[2]:
+                biased[j] += aux[request, head, q_pos - j].double()
+        return biased
+
+    return modify
+
+
+# The oracle's own modifiers, by name: written apart from the registered ones.
+MODIFY = {None: _no_mod, "alibi": _alibi, "relative_bias": _bias}
+
+
+def poison(x: Tensor) -> None:
+    """Fill storage with NaN."""
+    if x.dtype == FP8:
+        x.view(torch.uint8).fill_(0x7F)
+    else:
+        x.fill_(float("nan"))

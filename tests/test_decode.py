@@ -1,0 +1,256 @@
+"""Decode on every engine against the fp64 oracle: the named cases, the pitfalls, and what must not matter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.cases import CASES, ENGINES, FP8, Case, Stand, poison
+from tests.tolerances import LSE, OUTPUT
+
+TOY = CASES[0]
+engines = pytest.mark.parametrize(("engine", "device"), ENGINES, ids=[name for name, _ in ENGINES])
+
+
+@engines
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_decode_agrees_with_the_oracle(case: Case, engine: str, device: str) -> None:
+    Stand(case, engine, device).check()
+
+
+@engines
+def test_output_does_not_depend_on_the_number_of_splits(engine: str, device: str) -> None:
+    from attnlab.plan.policies.static import Static
+
+    case = TOY.but(lens=(257, 300), sinks=True)
+    for splits in (1, 2, 3, 7, 8, 64):
+        Stand(case.but(policy=Static(splits=splits)), engine, device).check()
+
+
+@engines
+@pytest.mark.parametrize("policy", ["seed", "static", "tile"])
+def test_scratch_that_nobody_owns_never_reaches_an_output(engine: str, device: str, policy: str) -> None:
+    """B01: 29 splits asked for, 8 hold keys; the rest of the scratch is NaN, then zero."""
+    stand = Stand(TOY.but(lens=(256, 5, 0), policy=policy), engine, device)
+    poisoned = stand.run()
+    stand.backend.workspace.fill(0.0)
+    clean = stand.run()
+    for a, b in zip(poisoned, clean, strict=True):
+        assert torch.equal(a, b)
+
+
+@engines
+def test_partials_are_the_oracles_for_each_range(engine: str, device: str) -> None:
+    from attnlab.eager import oracle
+
+    stand = Stand(TOY.but(policy="static", heads=40), engine, device)
+    plan = stand.plan()
+    stand.run(plan)
+    partials, lane = stand.backend.partials(1, plan), plan.lane(1)
+    owners = lane.schedule.merge_indptr.tolist()
+    for r, ranges in enumerate(lane.splits.to_host().ranges):
+        for h in range(2):
+            rows = range(owners[2 * r + h], owners[2 * r + h + 1])
+            assert len(rows) == len(ranges)
+            for p, (start, end) in zip(rows, ranges, strict=True):
+                k, v = stand.k[r][start:end], stand.v[r][start:end]
+                out, lse = oracle.attention(stand.q[r], k, v, scale=stand.spec.scale)
+                mine = slice(20 * h, 20 * h + 20)
+                torch.testing.assert_close(partials.lse[p].double(), lse[mine], **LSE)
+                torch.testing.assert_close(partials.output[p].double(), out[mine], **OUTPUT[torch.float32])
+
+
+@engines
+def test_a_query_of_zeros_gives_the_mean_of_the_values(engine: str, device: str) -> None:
+    """B21: uniform attention exposes a lane beyond the end that is counted."""
+    stand = Stand(TOY.but(lens=(300, 33)), engine, device)
+    stand.q.zero_()
+    out, lse = stand.run()
+    for r, n in enumerate((300, 33)):
+        mean = stand.v[r].double().mean(0).repeat_interleave(4, 0)
+        torch.testing.assert_close(out[r].double(), mean, **OUTPUT[torch.float32])
+        torch.testing.assert_close(lse[r].double(), torch.full_like(lse[r], n).double().log(), **LSE)
+
+
+@engines
+def test_unit_values_return_the_weights(engine: str, device: str) -> None:
+    stand = Stand(TOY.but(lens=(32,), heads=2, kv_heads=1), engine, device)
+    stand.pool.write(1, stand.table.slots_of(stand.rows[0]).long(), stand.k[0], torch.eye(32, device=device)[:, None])
+    scores = torch.einsum("hd,nd->hn", stand.q[0].double(), stand.k[0][:, 0].double()) * stand.spec.scale
+    torch.testing.assert_close(stand.run()[0][0].double(), scores.softmax(-1), **OUTPUT[torch.float32])
+
+
+@engines
+@pytest.mark.parametrize("dim", [13, 16, 64, 80, 96, 112, 160, 192, 256, 288, 320, 576])
+@pytest.mark.parametrize("kv_heads", [1, 4], ids=["group", "mha"])
+def test_the_last_column_counts(engine: str, device: str, dim: int, kv_heads: int) -> None:
+    """B37: all signal in the last column of q, k and v."""
+    case = TOY.but(id=f"last-{dim}", heads=4, kv_heads=kv_heads, qk_dim=dim, v_dim=dim, lens=(40,))
+    stand = Stand(case, engine, device)
+    for x in (stand.q, stand.k[0], stand.v[0]):
+        x[..., :-1] = 0
+    stand.pool.write(1, stand.table.slots_of(stand.rows[0]).long(), stand.k[0], stand.v[0])
+    stand.check()
+
+
+@engines
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 6, 7, 8, 12, 16, 17, 18, 20, 24, 32, 48])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_every_query_head_reads_its_own_kv_head(engine: str, device: str, group: int, kv_heads: int) -> None:
+    """B36: V of KV head h is the constant h + 1, so each output says which one was read."""
+    case = TOY.but(id="groups", heads=group * kv_heads, kv_heads=kv_heads, qk_dim=16, v_dim=16, lens=(9,))
+    stand = Stand(case, engine, device)
+    stand.v[0][:] = torch.arange(1.0, kv_heads + 1, device=device)[None, :, None]
+    stand.pool.write(1, stand.table.slots_of(stand.rows[0]).long(), stand.k[0], stand.v[0])
+    want = torch.arange(kv_heads, device=device).repeat_interleave(group) + 1.0
+    torch.testing.assert_close(stand.run()[0][0, :, 0], want, **OUTPUT[torch.float32])
+
+
+@engines
+@pytest.mark.parametrize("softcap", [5.0, 50.0])
+def test_a_cap_changes_the_output_and_survives_large_scores(engine: str, device: str, softcap: float) -> None:
+    """B12: the quotient form of tanh overflows; an ignored cap would leave the output as it was."""
+    case = TOY.but(scale=400.0)
+    plain = Stand(case, engine, device).run()[0]
+    capped = Stand(case.but(softcap=softcap), engine, device)
+    assert not torch.allclose(plain, capped.run()[0])
+    capped.check()
+
+
+@engines
+def test_a_modifier_that_hides_a_whole_split_gives_no_nan(engine: str, device: str) -> None:
+    """The original gives NaN where a modifier returns -inf for every key of a range."""
+    stand = Stand(TOY.but(lens=(300,), mod="relative_bias", policy="static"), engine, device)
+    stand.aux[:] = float("-inf")  # the last 16 keys are hidden, all of the last range's among them if it is short
+    out, lse = stand.run()
+    want, want_lse = stand.expected()
+    torch.testing.assert_close(out.double(), want, **OUTPUT[torch.float32])
+    torch.testing.assert_close(lse.double(), want_lse, **LSE)
+    short = Stand(TOY.but(lens=(9, 40), mod="relative_bias"), engine, device)
+    short.aux[:] = float("-inf")  # now all keys of request 0 are hidden
+    out, lse = short.run()
+    assert torch.equal(out[0], torch.zeros_like(out[0]))
+    assert torch.equal(lse[0], torch.full_like(lse[0], float("-inf")))
+
+
+@engines
+@pytest.mark.parametrize("sink", [float("-inf"), -10.0, 0.0, 10.0, 100.0])
+def test_a_sink_counts_once_whatever_the_splits(engine: str, device: str, sink: float) -> None:
+    """B11: a sink in every split's denominator would be off by 1e-2."""
+    for policy in ("static", "tile"):
+        stand = Stand(TOY.but(lens=(300, 0), sinks=True, policy=policy), engine, device)
+        stand.sinks[:] = sink
+        stand.check()
+
+
+@engines
+def test_pages_in_another_order_give_the_same_bits(engine: str, device: str) -> None:
+    """B35: where the slots lie must not matter."""
+    case = TOY.but(page_size=4, layout="pages")
+    first, second = Stand(case, engine, device), Stand(case.but(id="other-pages"), engine, device)
+    second.q, second.k, second.v = first.q, first.k, first.v
+    for row, k, v in zip(second.rows, first.k, first.v, strict=True):
+        second.pool.write(1, second.table.slots_of(row).long(), k, v)
+    assert not torch.equal(first.plan().lanes[0].layout.index.slots, second.plan().lanes[0].layout.index.slots)
+    assert torch.equal(first.run()[0], second.run()[0])
+
+
+@engines
+@pytest.mark.parametrize("policy", ["static", "tile"])
+def test_invariant_policies_give_the_same_bits_in_any_batch(engine: str, device: str, policy: str) -> None:
+    """B40: the neighbours' lengths must not change a request's bits."""
+    alone, crowd = TOY.but(lens=(300,), policy=policy), TOY.but(lens=(300, 900, 1), policy=policy)
+    a, b = Stand(alone, engine, device), Stand(crowd, engine, device)
+    b.q[0], b.k[0], b.v[0] = a.q[0], a.k[0], a.v[0]
+    b.pool.write(1, b.table.slots_of(b.rows[0]).long(), a.k[0], a.v[0])
+    assert torch.equal(a.run()[0][0], b.run()[0][0])
+
+
+@engines
+def test_requests_may_come_in_any_order(engine: str, device: str) -> None:
+    stand = Stand(TOY, engine, device)
+    out, lse = stand.run()
+    order = torch.tensor([2, 0, 3, 1])
+    stand.case = TOY.but(lens=tuple(TOY.lens[i] for i in order))
+    stand.rows, stand.q = [stand.rows[i] for i in order], stand.q[order]
+    again, lse_again = stand.run()
+    assert torch.equal(again, out[order]) and torch.equal(lse_again, lse[order])
+
+
+@engines
+def test_no_requests_at_all(engine: str, device: str) -> None:
+    stand = Stand(TOY, engine, device)
+    stand.case, stand.rows = TOY.but(lens=()), []
+    stand.q = stand.q[:0]
+    out, lse = stand.run()
+    assert out.shape == (0, 8, 32) and lse.shape == (0, 8)
+
+
+@engines
+def test_all_requests_empty(engine: str, device: str) -> None:
+    """B45: nothing but padding must neither divide by zero nor read a slot."""
+    out, lse = Stand(TOY.but(lens=(0, 0, 0)), engine, device).run()
+    assert torch.equal(out, torch.zeros_like(out)) and bool((lse == float("-inf")).all())
+
+
+@engines
+def test_saving_stores_the_newest_token_and_padding_goes_to_the_sink(engine: str, device: str) -> None:
+    stand = Stand(TOY.but(lens=(5, 0, 200)), engine, device)
+    newest = [k[-1] if len(k) else torch.zeros_like(stand.k[0][0]) for k in stand.k]
+    values = [v[-1] if len(v) else torch.zeros_like(stand.v[0][0]) for v in stand.v]
+    want = stand.run()[0]
+    view = stand.pool.view(1)
+    for row in (stand.rows[0], stand.rows[2]):
+        poison(view.k[stand.table.slots_of(row)[-1:].long()])
+        view.k[stand.table.slots_of(row)[-1].long()] = float("nan")
+    out = stand.backend.decode(1, stand.q, torch.stack(newest), torch.stack(values), stand.plan())
+    assert torch.equal(out, want)
+    assert bool((view.k[0] == 0).all()) and int(torch.isnan(view.k[:, 0, 0]).sum()) > 200
+
+
+@engines
+def test_strided_queries_and_outputs(engine: str, device: str) -> None:
+    stand = Stand(TOY, engine, device)
+    want = stand.run()[0]
+    wide = torch.full((4, 8, 100), float("nan"), device=device)
+    wide[..., 7:39] = stand.q
+    out = torch.full((4, 9, 40), float("nan"), device=device)
+    given = {"save": False, "out": out[:, 1:, 5:37]}
+    stand.backend.decode(1, wide[..., 7:39], None, None, stand.plan(), **given)
+    assert torch.equal(out[:, 1:, 5:37], want)
+    assert int(torch.isnan(out).sum()) == out.numel() - want.numel()
+
+
+@engines
+def test_a_changed_schedule_runs_as_it_says(engine: str, device: str) -> None:
+    """The plan is data: programs in reverse order give the same bits."""
+    stand = Stand(TOY.but(policy="static"), engine, device)
+    plan = stand.plan()
+    lane = plan.lanes[0]
+    schedule = dataclasses.replace(lane.schedule, segments=lane.schedule.segments.flip(0))
+    schedule.validate(lane.splits)
+    changed = dataclasses.replace(plan, lanes=(dataclasses.replace(lane, schedule=schedule),))
+    assert torch.equal(stand.run(changed)[0], stand.run(plan)[0])
+
+
+@engines
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, FP8], ids=["fp32", "fp16", "bf16", "fp8"]
+)
+@pytest.mark.parametrize(("qk_dim", "v_dim"), [(576, 512), (288, 256)])
+def test_mla_in_every_dtype_with_two_scales(
+    engine: str, device: str, dtype: torch.dtype, qk_dim: int, v_dim: int
+) -> None:
+    """One stored row, read once as a key times k_scale and once as a value times v_scale."""
+    q_dtype = torch.bfloat16 if dtype == FP8 else dtype
+    case = TOY.but(id="mla", heads=32, kv_heads=1, qk_dim=qk_dim, v_dim=v_dim, mla=True, dtype=q_dtype, kv_dtype=dtype)
+    stand = Stand(case.but(k_scale=0.05), engine, device)
+    stand.pool._views[1] = dataclasses.replace(stand.pool.view(1), v_scale=0.2)
+    stand.v = [stand.stored(k, 0.05)[..., :v_dim] * 4 for k in stand.k]
+    stand.stored = lambda x, scale: x if x.dtype == torch.float64 else Stand.stored(stand, x, scale)
+    want, want_lse = stand.expected()
+    out, lse = stand.run()
+    torch.testing.assert_close(out.double(), want, **OUTPUT[q_dtype])
+    torch.testing.assert_close(lse.double(), want_lse, **LSE)
