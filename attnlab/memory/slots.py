@@ -89,8 +89,8 @@ class SlotAllocator:
         more = -(-(used + tokens) // self.page_size) - held
         if more > len(self._free):
             raise OutOfSlots(
-                f"{owner!r} needs {more} more pages of {self.page_size} slots for {tokens} tokens, {len(self._free)} are free; "
-                "release a request or build a larger pool"
+                f"{owner!r} needs {more} more pages of {self.page_size} slots for {tokens} tokens, "
+                f"{len(self._free)} are free; release a request or build a larger pool"
             )
         pages = self._pages.setdefault(owner, [])
         pages.extend(heapq.heappop(self._free) for _ in range(more))
@@ -119,18 +119,25 @@ class SlotAllocator:
 
         `live` names the owners that should exist: one that holds slots and is not among them is a leak.
         """
+        total = self.num_slots // self.page_size
         owner_of: dict[int, Hashable] = {}
         for owner, pages in [("the free list", self._free), *self._pages.items()]:
             for page in pages:
-                require(page != 0, f"page 0 is the sink, but {owner!r} holds it", RuntimeError)
+                require(
+                    0 < page < total,
+                    f"{owner!r} holds page {page}; expected 1 to {total - 1}, as page 0 is the sink",
+                    RuntimeError,
+                )
                 require(
                     page not in owner_of,
                     f"page {page} is held by {owner_of.get(page)!r} and by {owner!r}",
                     RuntimeError,
                 )
                 owner_of[page] = owner
-        lost = set(range(1, self.num_slots // self.page_size)) - set(owner_of)
+        lost = set(range(1, total)) - set(owner_of)
         require(not lost, f"pages {sorted(lost)[:8]} are neither free nor owned", RuntimeError)
+        half_known = self._pages.keys() ^ self._tokens.keys()
+        require(not half_known, f"{list(half_known)[:8]} have pages but no token count, or the reverse", RuntimeError)
         for owner, pages in self._pages.items():
             need = -(-self._tokens[owner] // self.page_size)
             require(
