@@ -38,11 +38,7 @@ class KVView:
                 x.dim() in (3, 4),
                 f"{name}: expected [slots, kv_heads, dim] or [pages, page_size, kv_heads, dim], got {list(x.shape)}",
             )
-            require(
-                x.dtype in STORAGE_DTYPES,
-                f"{name}: expected one of {', '.join(str(d).removeprefix('torch.') for d in STORAGE_DTYPES)}, got {x.dtype}",
-                TypeError,
-            )
+            check_storage(name, x.dtype)
             last_axis_contiguous(name, x)
         require(
             self.k.shape[:-1] == self.v.shape[:-1] and self.k.dtype == self.v.dtype and self.k.device == self.v.device,
@@ -51,8 +47,9 @@ class KVView:
         )
         for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
             require(0 < scale < float("inf"), f"{name}: expected a positive finite number, got {scale}")
+        is_view = self.v.data_ptr() == self.k.data_ptr() and self.v.stride() == self.k.stride()
         require(
-            not self.v_in_k or (self.v.data_ptr() == self.k.data_ptr() and self.v.stride() == self.k.stride()),
+            not self.v_in_k or (is_view and self.v.shape[-1] <= self.k.shape[-1]),
             "v_in_k: expected v to be a view of the first columns of k",
         )
 
@@ -114,6 +111,12 @@ class KVPool(Protocol):
 
     def check_integrity(self) -> None:
         """Raise RuntimeError where the bookkeeping is broken."""
+
+
+def check_storage(name: str, dtype: torch.dtype) -> None:
+    """Raise TypeError unless a pool can store this dtype."""
+    known = ", ".join(str(d).removeprefix("torch.") for d in STORAGE_DTYPES)
+    require(dtype in STORAGE_DTYPES, f"{name}: expected one of {known}, got {dtype}", TypeError)
 
 
 def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

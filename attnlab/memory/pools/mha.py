@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnlab.checks import one_of, require, tensor
-from attnlab.memory.pool import STORAGE_DTYPES, KVView, check_slots, quantize, scatter
+from attnlab.memory.pool import KVView, check_slots, check_storage, quantize, scatter
 from attnlab.memory.slots import SlotAllocator
 from attnlab.spec import AttentionSpec, ModelSpec
 
@@ -39,7 +39,7 @@ class MHAPool:
     ) -> None:
         one_of("layout", layout, ("slots", "pages"))
         require(not model.mla, f"model {model.name!r} keeps latent rows; build an MLAPool")
-        check_storage(model.kv_dtype)
+        check_storage("kv_dtype", model.kv_dtype)
         self.allocator = SlotAllocator(num_slots=num_slots, page_size=model.page_size)
         self.num_slots, self.page_size = num_slots, model.page_size
         self.device = torch.device(device)
@@ -83,12 +83,6 @@ class MHAPool:
     def check_integrity(self) -> None:
         """Raise RuntimeError where a page is lost, shared or the sink's."""
         self.allocator.check_integrity()
-
-
-def check_storage(dtype: torch.dtype) -> None:
-    """Raise TypeError unless a pool can store this dtype."""
-    names = ", ".join(str(d).removeprefix("torch.") for d in STORAGE_DTYPES)
-    require(dtype in STORAGE_DTYPES, f"kv_dtype: expected one of {names}, got {dtype}", TypeError)
 
 
 def check_rows(name: str, x: Tensor | None, slots: Tensor, heads: int, dim: int, device: torch.device) -> None:

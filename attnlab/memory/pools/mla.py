@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from attnlab.checks import require
-from attnlab.memory.pool import KVView, check_slots, quantize, scatter
-from attnlab.memory.pools.mha import check_rows, check_storage
+from attnlab.memory.pool import KVView, check_slots, check_storage, quantize, scatter
+from attnlab.memory.pools.mha import check_rows
 from attnlab.memory.slots import SlotAllocator
 from attnlab.spec import ModelSpec
 
@@ -29,7 +29,7 @@ class MLAPool:
 
     def __init__(self, model: ModelSpec, *, num_slots: int, device: torch.device | str, scale: float = 1.0) -> None:
         require(model.mla, f"model {model.name!r} keeps keys and values apart; build an MHAPool")
-        check_storage(model.kv_dtype)
+        check_storage("kv_dtype", model.kv_dtype)
         self.allocator = SlotAllocator(num_slots=num_slots, page_size=model.page_size)
         self.num_slots, self.page_size = num_slots, model.page_size
         self.device = torch.device(device)
