@@ -6,7 +6,7 @@ The score pipeline's order is fixed, here and in every engine: scale, cap, tempe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,23 +65,22 @@ class AttentionSpec:
             positive(name, getattr(self, name))
         require(
             self.heads % self.kv_heads == 0,
-            f"heads: expected a multiple of kv_heads {self.kv_heads}, got {self.heads}; every KV head serves as many query heads",
+            f"heads: expected a multiple of kv_heads {self.kv_heads}, got {self.heads}; every KV head serves as many",
         )
         require(
             float("-inf") < self.scale < float("inf"),
             f"scale: expected a finite number, got {self.scale}",
         )
-        for name in ("window", "chunk"):
+        for name in ("window", "chunk", "temperature_len"):
             if getattr(self, name) is not None:
                 positive(name, getattr(self, name))
         require(
-            self.softcap is None or self.softcap > 0,
-            f"softcap: expected a positive number or None, got {self.softcap}",
+            self.softcap is None or 0 < self.softcap < float("inf"),
+            f"softcap: expected a positive finite number or None, got {self.softcap}",
         )
-        # log2(1) = 0 would divide by zero.
         require(
-            self.temperature_len is None or self.temperature_len > 1,
-            f"temperature_len: expected more than 1 or None, got {self.temperature_len}",
+            self.temperature_len != 1,
+            "temperature_len: expected more than 1 or None, got 1, whose logarithm would divide by zero",
         )
 
     @property
@@ -122,6 +121,16 @@ class ModelSpec:
         positive("context_len", self.context_len)
         positive("page_size", self.page_size)
         require(len(self.layers) > 0, f"layers: model {self.name!r} has no layer with attention")
+        seen: set[int] = set()
+        for layer in self.layers:
+            require(layer.index not in seen, f"layers: model {self.name!r} has layer {layer.index} twice")
+            seen.add(layer.index)
+            qk_dim, v_dim = layer.attention.qk_dim, layer.attention.v_dim
+            require(
+                not self.mla or v_dim <= qk_dim,
+                f"v_dim: expected at most qk_dim {qk_dim} in layer {layer.index}, as values are columns of the latent "
+                f"row, got {v_dim}",
+            )
 
     def layer(self, index: int) -> LayerSpec:
         """Return the layer of that number; raise ValueError with the numbers that exist."""
@@ -134,15 +143,8 @@ class ModelSpec:
 
     def only(self, indices: tuple[int, ...]) -> ModelSpec:
         """Return the same model cut down to some of its layers, which keep their numbers."""
-        chosen = [self.layer(index) for index in indices]
-        return _model(
-            self.name,
-            [(x.index, x.attention) for x in chosen],
-            self.context_len,
-            self.page_size,
-            self.kv_dtype,
-            self.mla,
-        )
+        layers = tuple(replace(self.layer(index), pool_layer=place) for place, index in enumerate(indices))
+        return replace(self, layers=layers)
 
     @classmethod
     def uniform(
