@@ -17,7 +17,8 @@ from torch import Tensor
 
 from attnlab.checks import require, tensor
 
-MAX_LEN = 2**31 - 1
+MAX_LEN = 2**30
+"""Tokens of a request, and of a batch. Offsets are int32; half of their range leaves room for rounding up."""
 
 
 class Lens(Protocol):
@@ -39,6 +40,9 @@ class Lens(Protocol):
     def bound_total(self) -> int:
         """All requests together are no longer than this: what plans allocate by."""
 
+    def validate(self) -> None:
+        """Read the lengths (waits for the device) and raise ValueError where they are not what the host thinks."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HostLens:
@@ -51,13 +55,16 @@ class HostLens:
     values: tuple[int, ...]
     device: Int[Tensor, " reqs"]
 
+    def __post_init__(self) -> None:
+        tensor("lens", self.device, shape=[len(self.values)], dtype=torch.int32)
+
     @classmethod
     def of(cls, lens: Sequence[int], *, device: torch.device | str) -> HostLens:
         """Check the lengths and copy them to the device, once."""
-        values = tuple(_length(i, n) for i, n in enumerate(lens))
+        values = tuple(_tokens(f"lens: request {i}", n) for i, n in enumerate(lens))
         require(
             sum(values) <= MAX_LEN,
-            f"lens: expected at most {MAX_LEN:,} tokens in all (indptr is int32), got {sum(values):,}",
+            f"lens: expected at most {MAX_LEN:,} tokens in all (offsets are int32), got {sum(values):,}",
         )
         return cls(
             values=values,
@@ -79,6 +86,11 @@ class HostLens:
         """All tokens, exactly."""
         return sum(self.values)
 
+    def validate(self) -> None:
+        """Read the lengths (waits for the device) and raise ValueError where the host has others."""
+        for i, (here, there) in enumerate(zip(self.values, self.device.tolist(), strict=True)):
+            require(here == there, f"lens: request {i} has {here} tokens on the host, {there} on the device")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceLens:
@@ -94,14 +106,8 @@ class DeviceLens:
 
     def __post_init__(self) -> None:
         tensor("lens", self.device, shape=["reqs"], dtype=torch.int32)
-        require(
-            0 <= self.bound_each <= MAX_LEN,
-            f"bound_each: expected 0 to {MAX_LEN:,}, got {self.bound_each:,}",
-        )
-        require(
-            0 <= self.bound_total <= MAX_LEN,
-            f"bound_total: expected 0 to {MAX_LEN:,}, got {self.bound_total:,}",
-        )
+        _tokens("bound_each", self.bound_each)
+        _tokens("bound_total", self.bound_total)
 
     @property
     def count(self) -> int:
@@ -152,11 +158,10 @@ class DecodeBatch:
         )
 
 
-def _length(i: int, n: int) -> int:
-    require(
-        isinstance(n, int) and not isinstance(n, bool),
-        f"lens: request {i}: expected an int, got {n!r}",
-        TypeError,
-    )
-    require(0 <= n <= MAX_LEN, f"lens: request {i}: expected 0 to {MAX_LEN:,} tokens, got {n:,}")
-    return n
+def _tokens(name: str, n: int) -> int:
+    """Return `n`, a number of tokens, or raise."""
+    is_int = isinstance(n, int) and not isinstance(n, bool)
+    if is_int and 0 <= n <= MAX_LEN:  # words only where they are needed: this runs for every request of every step
+        return n
+    require(is_int, f"{name}: expected an int, got {n!r}", TypeError)
+    raise ValueError(f"{name}: expected 0 to {MAX_LEN:,} tokens, got {n:,}")
