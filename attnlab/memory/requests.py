@@ -87,16 +87,13 @@ class RequestTable:
 
     def check_holds(self, rows: Sequence[int], lens: Sequence[int]) -> None:
         """Raise ValueError unless every row is in use and holds at least that many tokens (a length of 0: any row)."""
-        for i, (row, length) in enumerate(zip(rows, lens, strict=True)):
-            require(
-                0 <= row < self.max_requests,
-                f"rows: request {i} is in row {row}; the table has rows 0 to {self.max_requests - 1}",
-            )
+        max_requests = self.max_requests
+        for i, (row, length) in enumerate(zip(rows, lens, strict=True)):  # every step: words only where they are needed
+            if not 0 <= row < max_requests:
+                raise ValueError(f"rows: request {i} is in row {row}; the table has rows 0 to {max_requests - 1}")
             held = self._lengths.get(row, 0)
-            require(
-                length <= held,
-                f"seq: request {i} asks for {length} tokens, row {row} of the table holds {held}",
-            )
+            if length > held:
+                raise ValueError(f"seq: request {i} asks for {length} tokens, row {row} of the table holds {held}")
 
     def slots_of(self, row: int) -> Int[Tensor, " tokens"]:
         """Return the slots of a request's tokens, in position order: a view of the table."""
