@@ -246,10 +246,11 @@ def test_mla_in_every_dtype_with_two_scales(
     """One stored row, read once as a key times k_scale and once as a value times v_scale."""
     q_dtype = torch.bfloat16 if dtype == FP8 else dtype
     case = TOY.but(id="mla", heads=32, kv_heads=1, qk_dim=qk_dim, v_dim=v_dim, mla=True, dtype=q_dtype, kv_dtype=dtype)
-    stand = Stand(case.but(k_scale=0.05), engine, device)
-    stand.pool._views[1] = dataclasses.replace(stand.pool.view(1), v_scale=0.2)
-    stand.v = [stand.stored(k, 0.05)[..., :v_dim] * 4 for k in stand.k]
-    stand.stored = lambda x, scale: x if x.dtype == torch.float64 else Stand.stored(stand, x, scale)
+    stand = Stand(case.but(k_scale=0.2), engine, device)
+    stand.pool._views[1] = dataclasses.replace(stand.pool.view(1), k_scale=0.05)
+    rows = [stand.stored(k, 0.2) for k in stand.k]
+    stand.k, stand.v = [row / 4 for row in rows], [row[..., :v_dim] for row in rows]
+    stand.stored = lambda x, scale: x  # rounded above
     want, want_lse = stand.expected()
     out, lse = stand.run()
     torch.testing.assert_close(out.double(), want, **OUTPUT[q_dtype])

@@ -98,7 +98,7 @@ def _attend(
     segments: Tensor,
     nth: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the softmax states of some tiles: maximum and sum `[tiles, group]`, accumulator `[tiles, group, v_dim]`."""
+    """Return the softmax states of some tiles: maximum, sum `[tiles, group]`, accumulator `[tiles, group, v_dim]`."""
     req, kv_head, first, last = segments[:, 0], segments[:, 1], segments[:, 2], segments[:, 3]
     entry = (first + nth * TILE)[:, None] + torch.arange(TILE, device=q.device)  # (tiles, keys)
     valid = entry < last[:, None]
@@ -147,9 +147,16 @@ def _merge_into(states: Partials, row: Tensor, maximum: Tensor, total: Tensor, a
         0, row[:, None].expand_as(maximum), maximum, "amax"
     )
     fade = torch.exp(maximum - _finite(top)[row])
-    sums = torch.zeros_like(states.sum).index_add_(0, row, total * fade)
-    accs = torch.zeros_like(states.acc).index_add_(0, row, acc * fade[..., None])
+    sums = _sum_by_row(total * fade, row, states.sum)
+    accs = _sum_by_row(acc * fade[..., None], row, states.acc)
     states.max[row], states.sum[row], states.acc[row] = top[row], sums[row], accs[row]
+
+
+def _sum_by_row(x: Tensor, row: Tensor, like: Tensor) -> Tensor:
+    """Return the sums of x's entries that share a row, always added in the same order."""
+    sums = torch.zeros_like(like)
+    # On a GPU index_add_ adds in any order; index_put_ sorts first.
+    return sums.index_put_((row,), x, accumulate=True) if x.is_cuda else sums.index_add_(0, row, x)
 
 
 def _finite(maximum: Tensor) -> Tensor:

@@ -11,8 +11,10 @@ from attnlab.mods.temperature import temperature_triton
 def slot_offsets(slots, stride_page, stride_slot, PAGE_SIZE: tl.constexpr):
     """Element offsets of int64 slots. A page-major buffer may have any stride between its pages."""
     if PAGE_SIZE == 1:
-        return slots * stride_slot
-    return (slots // PAGE_SIZE) * stride_page + (slots % PAGE_SIZE) * stride_slot
+        offsets = slots * stride_slot
+    else:
+        offsets = (slots // PAGE_SIZE) * stride_page + (slots % PAGE_SIZE) * stride_slot
+    return offsets
 
 
 @jit

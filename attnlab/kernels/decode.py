@@ -23,6 +23,8 @@ from attnlab.spec import AttentionSpec
 HEAD_TILE = 16
 """Query heads of one group that a program packs into a tile; the tensor core's smallest side."""
 
+MERGE_OPTIONS = {"num_warps": 4, "num_stages": 1}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitConfig:
@@ -177,8 +179,7 @@ def decode_merge(
         lse_out.stride(0),
         lse_out.stride(1),
         **merge_constants(spec=spec, has_lse=lse is not None),
-        num_warps=4,
-        num_stages=1,
+        **MERGE_OPTIONS,
     )
     if target_out is not out:
         out.copy_(target_out)
@@ -214,16 +215,20 @@ def _liftable(q: Tensor, target: Target) -> Tensor:
 def _dots(q, k, PACKED: tl.constexpr):
     """[rows, keys] dot products: on tensor cores for a packed group, elementwise for a single query head."""
     if PACKED:
-        return tl.dot(q, tl.trans(k), input_precision="ieee")
-    return tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
+        dots = tl.dot(q, tl.trans(k), input_precision="ieee")
+    else:
+        dots = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
+    return dots
 
 
 @jit
 def _weighted_sum(p, v, PACKED: tl.constexpr, BLOCK_N: tl.constexpr):
     """[rows, v_dim] sums of values, weighted by [rows, keys]."""
     if PACKED:
-        return tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    return tl.sum(tl.reshape(p, (BLOCK_N, 1)) * v.to(tl.float32), 0)[None, :]
+        total = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    else:
+        total = tl.sum(tl.reshape(p, (BLOCK_N, 1)) * v.to(tl.float32), 0)[None, :]
+    return total
 
 
 @jit

@@ -1,0 +1,292 @@
+"""Compile every kernel for GPUs that are not there: `ATTNLAB_INTERPRET=0 python -m attnlab.inspect.resources`.
+
+Each variant that models of data/models.json launch is compiled as its launcher would compile it, pointers and strides marked as
+divisible by 16. Registers, spills and shared memory come out of the binary. The table lies in data/kernel_resources.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnlab import _triton
+from attnlab._boot import INTERPRETED
+from attnlab.assets import data_path
+from attnlab.checks import require
+from attnlab.kernels import decode, index
+from attnlab.kernels.target import Target
+from attnlab.memory.pool import KVView
+from attnlab.mods.registry import score_mods
+from attnlab.plan.policies import seed
+from attnlab.spec import AttentionSpec
+
+TARGETS = {
+    "sm_80": Target(kind="cuda", arch=80),
+    "sm_90": Target(kind="cuda", arch=90),
+    "sm_100": Target(kind="cuda", arch=100),
+    "gfx942": Target(kind="hip"),
+}
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+SCALARS = {"scale": "fp32", "softcap": "fp32", "v_scale": "fp32"}
+TABLE = "kernel_resources.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One compilation of a kernel: pointer types by argument, compile-time values, launch options."""
+
+    name: str
+    kernel: Any
+    pointers: dict[str, torch.dtype]
+    constants: dict[str, Any]
+    options: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What a compiled variant takes: registers per thread, spilled bytes per thread, shared memory per block in bytes."""
+
+    variant: str
+    target: str
+    registers: int
+    spills: int
+    shared: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A decode shape to compile. Features that cost code (cap, temperature, modifier, sinks) are all on where `full`."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype = torch.bfloat16
+    page_size: int = 1
+    mla: bool = False
+    full: bool = False
+
+    def spec(self) -> AttentionSpec:
+        """Return the attention of this shape."""
+        extra = {"softcap": 30.0, "temperature_len": 1024, "mod": score_mods.get("relative_bias")} if self.full else {}
+        shape = {name: getattr(self, name) for name in ("heads", "kv_heads", "qk_dim", "v_dim")}
+        return AttentionSpec(**shape, **extra, scale=self.qk_dim**-0.5, has_sinks=self.full)
+
+    def view(self) -> KVView:
+        """Return a view without memory behind it."""
+        pages = (2,) if self.page_size == 1 else (2, self.page_size)
+        k = torch.empty(*pages, self.kv_heads, self.qk_dim, dtype=self.kv_dtype, device="meta")
+        v = k[..., : self.v_dim] if self.mla else torch.empty_like(k[..., : self.v_dim])
+        return KVView(k=k, v=v, v_in_k=self.mla)
+
+
+FP8 = torch.float8_e4m3fn
+SHAPES = [
+    Shape(name="gqa 4 x 128 (Llama-3)", heads=32, kv_heads=8, qk_dim=128, v_dim=128),
+    Shape(name="gqa 4 x 128, fp8", heads=32, kv_heads=8, qk_dim=128, v_dim=128, kv_dtype=FP8),
+    Shape(
+        name="gqa 4 x 128, fp16",
+        heads=32,
+        kv_heads=8,
+        qk_dim=128,
+        v_dim=128,
+        dtype=torch.float16,
+        kv_dtype=torch.float16,
+    ),
+    Shape(
+        name="gqa 4 x 128, fp32",
+        heads=32,
+        kv_heads=8,
+        qk_dim=128,
+        v_dim=128,
+        dtype=torch.float32,
+        kv_dtype=torch.float32,
+    ),
+    Shape(name="gqa 4 x 128, pages of 16", heads=32, kv_heads=8, qk_dim=128, v_dim=128, page_size=16),
+    Shape(name="gqa 8 x 128, every feature", heads=64, kv_heads=8, qk_dim=128, v_dim=128, full=True),
+    Shape(
+        name="gqa 3 x 64 (SmolLM2)",
+        heads=9,
+        kv_heads=3,
+        qk_dim=64,
+        v_dim=64,
+        dtype=torch.float16,
+        kv_dtype=torch.float16,
+    ),
+    Shape(name="gqa 29 x 64 (Falcon-180B)", heads=232, kv_heads=8, qk_dim=64, v_dim=64),
+    Shape(name="gqa 2 x 256 (Gemma)", heads=8, kv_heads=4, qk_dim=256, v_dim=256),
+    Shape(name="gqa 8 x 192/128", heads=64, kv_heads=8, qk_dim=192, v_dim=128),
+    Shape(name="mha 128 (OLMo-2)", heads=32, kv_heads=32, qk_dim=128, v_dim=128),
+    Shape(name="mha 96 (Phi-3)", heads=32, kv_heads=32, qk_dim=96, v_dim=96),
+    Shape(name="mha 80 (StableLM)", heads=32, kv_heads=32, qk_dim=80, v_dim=80),
+    Shape(name="mha 128, every feature", heads=32, kv_heads=32, qk_dim=128, v_dim=128, full=True),
+    Shape(name="mla 128 x 576/512 (DeepSeek-V3)", heads=128, kv_heads=1, qk_dim=576, v_dim=512, mla=True),
+    Shape(name="mla 128 x 576/512, fp8", heads=128, kv_heads=1, qk_dim=576, v_dim=512, mla=True, kv_dtype=FP8),
+    Shape(name="mla 20 x 288/256", heads=20, kv_heads=1, qk_dim=288, v_dim=256, mla=True),
+]
+
+
+def variants(target: Target) -> Iterator[Variant]:
+    """Yield every kernel variant that this target can run."""
+    for shape in SHAPES:
+        if target.has_fp8 or shape.kv_dtype != FP8:
+            yield _split_variant(shape, target)
+    for shape in SHAPES:
+        if shape.full or shape.mla or shape.qk_dim != shape.v_dim or "(" in shape.name:
+            yield _merge_variant(shape)
+    integers = {"rows_ptr": torch.int64, "slots_ptr": torch.int64}
+    yield Variant(
+        name="gather",
+        kernel=index._gather_kernel,
+        pointers=integers,
+        constants={"BLOCK": 512},
+        options={"num_warps": 4},
+    )
+    yield Variant(
+        name="seed counts",
+        kernel=seed._seed_counts_kernel,
+        pointers={},
+        constants={"BLOCK": 256},
+        options={"num_warps": 4},
+    )
+
+
+def _split_variant(shape: Shape, target: Target) -> Variant:
+    constants, options = decode.split_constants(
+        spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype
+    )
+    floats = {"q_ptr": shape.dtype, "k_ptr": shape.kv_dtype, "v_ptr": shape.kv_dtype, "aux_ptr": torch.float32}
+    states = {name: torch.float32 for name in ("acc_ptr", "max_ptr", "sum_ptr")}
+    return Variant(
+        name=f"split: {shape.name}",
+        kernel=decode._decode_split_kernel,
+        pointers={**floats, **states, "slots_ptr": torch.int64},
+        constants=constants,
+        options=options,
+    )
+
+
+def _merge_variant(shape: Shape) -> Variant:
+    names = ("acc_ptr", "max_ptr", "sum_ptr", "sinks_ptr", "lse_ptr")
+    return Variant(
+        name=f"merge: {shape.name}",
+        kernel=decode._decode_merge_kernel,
+        pointers={**{name: torch.float32 for name in names}, "out_ptr": shape.dtype},
+        constants=decode.merge_constants(spec=shape.spec(), has_lse=True),
+        options=decode.MERGE_OPTIONS,
+    )
+
+
+def compile_variant(variant: Variant, target_name: str) -> Resources:
+    """Compile for a target and read what the binary takes. Raises Triton's CompilationError where it does not compile."""
+    require(not INTERPRETED, "kernels are interpreted in this process; start it with ATTNLAB_INTERPRET=0", RuntimeError)
+    binary = _triton.triton.compile(
+        _source(variant), target=_gpu_target(TARGETS[target_name]), options=dict(variant.options)
+    )
+    registers, spills = _usage(binary.asm)
+    return Resources(
+        variant=variant.name, target=target_name, registers=registers, spills=spills, shared=binary.metadata.shared
+    )
+
+
+def _source(variant: Variant) -> Any:
+    """Return the source with the argument types that a launch would give it; a JIT launch marks divisibility itself."""
+    from triton.compiler import ASTSource
+
+    names = variant.kernel.arg_names
+    signature = {name: _argument_type(name, variant) for name in names}
+    aligned = [n for n in names if n.endswith("_ptr") or "_stride_" in n and "aux" not in n]
+    return ASTSource(
+        fn=variant.kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in variant.constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in variant.constants},
+    )
+
+
+def _argument_type(name: str, variant: Variant) -> str:
+    if name in variant.constants:
+        return "constexpr"
+    if name.endswith("_ptr"):
+        return f"*{TYPES[variant.pointers.get(name, torch.int32)]}"
+    return SCALARS.get(name, "i32")
+
+
+def _gpu_target(target: Target) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("hip", "gfx942", 64) if target.kind == "hip" else GPUTarget("cuda", target.arch, 32)
+
+
+def _usage(asm: dict[str, Any]) -> tuple[int, int]:
+    """Return registers and spilled bytes per thread."""
+    if "amdgcn" in asm:
+        numbers = {key: int(re.search(rf"\.{key}:\s+(\d+)", asm["amdgcn"]).group(1)) for key in _AMD}  # type: ignore[union-attr]
+        return numbers["vgpr_count"], 4 * numbers["vgpr_spill_count"]
+    tool = Path(_triton.triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        text = subprocess.run([str(tool), "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return found["REG"], found["STACK"] + found["LOCAL"]
+
+
+_AMD = ("vgpr_count", "vgpr_spill_count")
+
+
+def table(rows: list[Resources]) -> str:
+    """Return the rows as a Markdown table, one line per variant: registers / spilled bytes / shared KB by target."""
+    lines = [
+        "# What the kernels take",
+        "",
+        f"Registers per thread / spilled bytes per thread / shared memory per block (KB), compiled by Triton {_triton.triton.__version__}.",
+        "Made by `ATTNLAB_INTERPRET=0 python -m attnlab.inspect.resources --write`. A dash: the target cannot read fp8-e4m3.",
+        "",
+        f"| kernel | {' | '.join(TARGETS)} |",
+        f"| --- |{' --- |' * len(TARGETS)}",
+    ]
+    cells = {(row.variant, row.target): row for row in rows}
+    for name in dict.fromkeys(row.variant for row in rows):
+        found = [cells.get((name, target)) for target in TARGETS]
+        words = ["-" if r is None else f"{r.registers} / {r.spills} / {r.shared / 1024:.1f}" for r in found]
+        lines.append(f"| {name} | {' | '.join(words)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Compile everything, print the table; with --write, put it where it lies in the repository."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"rewrite data/{TABLE}")
+    write = parser.parse_args().write
+    rows = []
+    for name, target in TARGETS.items():
+        for variant in variants(target):
+            rows.append(compile_variant(variant, name))
+            print(asdict(rows[-1]), file=sys.stderr)
+    text = table(rows)
+    print(text)
+    if write:
+        (data_path("models.json").parent / TABLE).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
