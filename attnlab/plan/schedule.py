@@ -79,33 +79,27 @@ class Schedule:
         """Read both (waits for the device); raise ValueError unless every range is dealt once to every KV head."""
         live = [tuple(row) for row in self.segments.tolist() if row[2] < row[3]]
         dealt = Counter(row[:4] for row in live)
+        ranges = splits.to_host().ranges
         wanted = Counter(
-            (r, h, start, end)
-            for r, mine in enumerate(splits.to_host().ranges)
-            for start, end in mine
-            for h in range(self.kv_heads)
+            (r, h, start, end) for r, mine in enumerate(ranges) for start, end in mine for h in range(self.kv_heads)
         )
-        missing, extra = wanted - dealt, dealt - wanted
+        for segment in wanted - dealt:
+            raise ValueError(f"schedule: no program reads {dict(zip(SEGMENT, segment, strict=False))}")
+        for segment in dealt - wanted:
+            raise ValueError(f"schedule: {dict(zip(SEGMENT, segment, strict=False))} is read too often")
+        range_at = {row[4]: row[:4] for row in live}
         require(
-            not missing,
-            f"schedule: no program reads {dict(zip(SEGMENT, next(iter(missing)), strict=False))}" if missing else "",
-        )
-        require(
-            not extra,
-            f"schedule: {dict(zip(SEGMENT, next(iter(extra)), strict=False))} is read too often" if extra else "",
-        )
-        offsets = self.merge_indptr.tolist()
-        by_partial = {row[4]: row for row in live}
-        require(
-            len(by_partial) == len(live),
+            len(range_at) == len(live),
             "schedule: two programs leave their partial in the same place",
         )
-        for r in range(splits.reqs):
+        tensor("merge_indptr", self.merge_indptr, shape=[splits.reqs * self.kv_heads + 1])
+        offsets = self.merge_indptr.tolist()
+        require(offsets[0] == 0, f"merge_indptr: expected to begin with 0, got {offsets[0]}")
+        for r, mine in enumerate(ranges):
             for h in range(self.kv_heads):
                 at = r * self.kv_heads + h
-                keys = [by_partial.get(p, (r, h, -1))[:3] for p in range(offsets[at], offsets[at + 1])]
-                in_order = all(k[:2] == (r, h) for k in keys) and keys == sorted(keys)
+                merged = [range_at.get(partial) for partial in range(offsets[at], offsets[at + 1])]
                 require(
-                    in_order,
+                    merged == [(r, h, start, end) for start, end in mine],
                     f"schedule: request {r}, KV head {h}: partials are not its own, in key order",
                 )
