@@ -6,8 +6,9 @@ ranges are data that kernels read, so that a policy may cut as it likes, and a p
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,10 @@ class SplitSizes:
     size: Int[Tensor, " reqs"]
     nominal: Int[Tensor, " reqs"]
 
+    def __post_init__(self) -> None:
+        tensor("size", self.size, shape=["reqs"], dtype=torch.int32)
+        tensor("nominal", self.nominal, shape=[self.size.shape[0]], dtype=torch.int32, device=self.size.device)
+
     @classmethod
     def of_counts(cls, lens: Int[Tensor, " reqs"], counts: Int[Tensor, " reqs"]) -> SplitSizes:
         """Return the seed's sizes for so many ranges: the length's share, rounded up to MIN_BLOCK keys.
@@ -107,7 +112,7 @@ HostRule = Callable[[Sequence[int], SplitContext], Sequence[Sequence[tuple[int, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPolicy:
-    """A policy in plain Python: lengths in, `[(start, end), ...]` per request out. Needs lengths that the host knows."""
+    """A policy in plain Python: lengths in, `[(start, end), ...]` per request out. The host must know the lengths."""
 
     name: str
     rule: HostRule
@@ -156,7 +161,8 @@ def resolve_policy(policy: str | SplitPolicy | HostPolicy) -> SplitPolicy | Host
     """Return the policy of that name with its published parameters, or the given one unchanged."""
     if isinstance(policy, str):
         found = split_policies.get(policy)
-        return found() if isinstance(found, type) else found
+        made: SplitPolicy | HostPolicy = found() if isinstance(found, type) else found
+        return made
     require(
         isinstance(policy, SplitPolicy | HostPolicy),
         f"policy: expected a policy or one of {', '.join(split_policies.names())}, got {policy!r}",
@@ -208,8 +214,13 @@ class SplitPlan:
 
     def validate(self, lens: Sequence[int]) -> None:
         """Read the ranges (waits for the device); raise ValueError unless they cover each request's keys once."""
-        host = self.to_host()
         require(len(lens) == self.reqs, f"lens: expected {self.reqs} requests, got {len(lens)}")
+        live = int(self.indptr[-1])
+        require(live <= self.capacity, f"indptr: ends at {live}, beyond the capacity of {self.capacity} ranges")
+        full = (self.start < self.end)[live:].nonzero().flatten().tolist()
+        if full:
+            raise ValueError(f"ranges: entry {live + full[0]} lies beyond the last range but is not empty")
+        host = self.to_host()
         check_ranges(host.ranges, lens, policy=self.policy, max_ranges=None)
         owners = [r for r, mine in enumerate(host.ranges) for _ in mine]
         require(
@@ -279,6 +290,7 @@ def splits_of_sizes(
     Sizes below what the bounds promise are raised to it: the buffers then hold every range, whatever came.
     """
     reqs = lens.shape[0]
+    tensor("size", sizes.size, shape=[reqs], dtype=torch.int32, device=lens.device, hint=f"policy {policy!r}")
     capacity = bounds.capacity(reqs=reqs, total=total)
     size = torch.maximum(sizes.size.clamp(min=bounds.min_size), -(-lens // bounds.max_ranges))
     indptr = offsets_of(-(-lens // size))
@@ -309,7 +321,7 @@ def splits_of_sizes(
 
 def splits_of_host(policy: HostPolicy, lens: Sequence[int], ctx: SplitContext, device: torch.device) -> SplitPlan:
     """Return a host policy's ranges, checked, on the device."""
-    ranges = [[(int(a), int(b)) for a, b in mine] for mine in policy.rule(list(lens), ctx)]
+    ranges = _ranges(policy.rule(list(lens), ctx), f"policy {policy.name!r}")
     check_ranges(ranges, lens, policy=policy.name, max_ranges=policy.max_ranges)
     flat = [(r, a, b) for r, mine in enumerate(ranges) for a, b in mine]
     table = torch.tensor(flat, dtype=torch.int32).reshape(-1, 3).to(device)
@@ -322,6 +334,25 @@ def splits_of_host(policy: HostPolicy, lens: Sequence[int], ctx: SplitContext, d
         end=table[:, 2].contiguous(),
         nominal=counts,
     )
+
+
+def _ranges(answer: Any, who: str) -> list[list[tuple[int, int]]]:
+    """Return what a host rule answered as lists of pairs of ints (numpy's are some), or raise with what it gave."""
+    require(
+        isinstance(answer, Iterable), f"{who}: expected a list of ranges for each request, got {answer!r}", TypeError
+    )
+    ranges: list[list[tuple[int, int]]] = []
+    for mine in answer:
+        where = f"{who}: request {len(ranges)}"
+        require(isinstance(mine, Iterable), f"{where}: expected a list of ranges, got {mine!r}", TypeError)
+        ranges.append([])
+        for pair in mine:
+            try:
+                start, end = pair
+                ranges[-1].append((operator.index(start), operator.index(end)))
+            except (TypeError, ValueError):
+                raise TypeError(f"{where}: expected ranges as pairs of ints, got {pair!r}") from None
+    return ranges
 
 
 def offsets_of(counts: Int[Tensor, " n"]) -> Int[Tensor, " n_1"]:
