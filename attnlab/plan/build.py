@@ -14,7 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attnlab.batch import DecodeBatch, DeviceLens, HostLens, Lens
-from attnlab.checks import require
+from attnlab.checks import require, same_device
 from attnlab.memory.pool import KVPool
 from attnlab.memory.requests import RequestTable
 from attnlab.plan.index import KVIndex
@@ -97,12 +97,16 @@ class Planner:
         return DecodePlan(batch=batch, lanes=lanes, lane_of_layer=lane_of, epoch=self.pool.epoch)
 
     def _rows(self, batch: DecodeBatch) -> Int[Tensor, " reqs"]:
-        """Return the rows on the device. Rows on the host are checked first; rows on the device are kept in bounds."""
+        """Return the rows on the device. Rows on the host are checked first, those on the device kept in bounds."""
         lens, table = batch.seq, self.table
         require(
             lens.bound_max <= min(table.max_context, self.model.context_len),
-            f"seq: a request of up to {lens.bound_max:,} tokens, but the table has {table.max_context:,} columns and the "
-            f"model a context of {self.model.context_len:,}",
+            f"seq: a request of up to {lens.bound_max:,} tokens, but the table has {table.max_context:,} columns "
+            f"and the model a context of {self.model.context_len:,}",
+        )
+        require(
+            same_device(lens.device.device, self.pool.device),
+            f"seq: expected lengths on {self.pool.device} like the pool, got {lens.device.device}",
         )
         if batch.rows.device.type == "cpu" and isinstance(lens, HostLens):
             table.check_holds(batch.rows.tolist(), lens.values)
@@ -114,8 +118,8 @@ class Planner:
             value = getattr(attention, name)
             require(
                 value is None,
-                f"layer {layer.index} has {name} {value}: plans for layers that see only part of the keys are not built "
-                "yet; choose layers with full attention",
+                f"layer {layer.index} has {name} {value}: plans for layers that see only part of the keys are not "
+                "built yet; choose layers with full attention",
                 NotImplementedError,
             )
         indptr = _offsets(lens)
@@ -142,8 +146,8 @@ class Planner:
         if isinstance(policy, HostPolicy):
             if not isinstance(lens, HostLens):
                 raise TypeError(
-                    f"policy {policy.name!r} is written in plain Python and needs lengths that the host knows (HostLens), "
-                    f"got {type(lens).__name__}"
+                    f"policy {policy.name!r} is written in plain Python and needs lengths that the host knows "
+                    f"(HostLens), got {type(lens).__name__}"
                 )
             return splits_of_host(policy, lens.values, ctx, live.device)
         bounds = policy.bounds(bound_max=lens.bound_max, ctx=ctx)

@@ -53,6 +53,7 @@ class DecodePlan:
 
     def validate(self, *, num_slots: int) -> None:
         """Read all tensors (waits for the device); raise ValueError where any of them is inconsistent."""
+        self.batch.seq.validate()
         for lane in self.lanes:
             lane.layout.validate(num_slots=num_slots)
             lane.splits.validate(lane.layout.index.indptr.diff().tolist())
