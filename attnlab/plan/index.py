@@ -54,5 +54,6 @@ class KVIndex:
             at = int(bad[0])
             r = next(r for r in range(len(offsets)) if offsets[r + 1] > at)
             raise ValueError(
-                f"slots: request {r}, position {at - offsets[r]} reads slot {int(live[at])}; expected 1 to {num_slots - 1}"
+                f"slots: request {r}, position {at - offsets[r]} reads slot {int(live[at])}; "
+                f"expected 1 to {num_slots - 1}"
             )

@@ -57,8 +57,8 @@ class Workspace:
             free = torch.cuda.mem_get_info(device)[0]
             require(
                 self.bytes <= free,
-                f"scratch: {self.bytes:,} bytes for {max_ranges:,} ranges x {heads} heads do not fit the {free:,} free on "
-                f"{device}; lower max_requests, or the policy's ranges per request",
+                f"scratch: {self.bytes:,} bytes for {max_ranges:,} ranges x {heads} heads do not fit the {free:,} free "
+                f"on {device}; lower max_requests, or the policy's ranges per request",
             )
         self._acc = {d: torch.empty(rows * d, dtype=torch.float32, device=device) for d in set(v_dims)}
         self._state = {d: torch.empty(2, rows, dtype=torch.float32, device=device) for d in set(v_dims)}
