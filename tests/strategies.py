@@ -84,3 +84,14 @@ def tables(draw: st.DrawFn, max_len: int = 1_300, max_reqs: int = 5) -> Held:
         table.append(row, slots)
         held.append(slots.tolist())
     return Held(table=table, rows=rows, lens=lengths_drawn, slots=held)
+
+
+@st.composite
+def cut_batches(draw: st.DrawFn, max_len: int = 300) -> list[list[tuple[int, int]]]:
+    """Requests cut anywhere: for each, consecutive ranges from 0 to its length; none where it is empty."""
+    batch = []
+    for n in draw(lens(max_len, max_reqs=5)):
+        inner = draw(st.sets(st.integers(1, n - 1), max_size=6)) if n > 1 else set()
+        borders = sorted({0, n} | inner)
+        batch.append(list(zip(borders, borders[1:], strict=False)))
+    return batch
