@@ -25,7 +25,7 @@ from attnlab.plan.splits import (
     splits_of_host,
     splits_of_sizes,
 )
-from tests.strategies import DEVICE, contexts, lens, lengths
+from tests.strategies import DEVICE, contexts, lengths, lens
 
 NAMES = split_policies.names()
 ON_DEVICE = [name for name in NAMES if isinstance(resolve_policy(name), SplitPolicy)]
