@@ -1,5 +1,7 @@
 """Temperature by length: scores of a query at position p > T grow by log2(p) / log2(T). Source: Grok-2 (xAI)."""
 
+from __future__ import annotations
+
 import math
 
 import torch
