@@ -24,10 +24,17 @@ def data_path(name: str) -> Path:
     )
 
 
-def load_json(name: str) -> Any:
-    """Return the contents of a shipped JSON file; raise ValueError naming the file where it is unreadable."""
+def load_json(name: str, *keys: str) -> Any:
+    """Return what a shipped JSON file holds under these keys, one inside the other.
+
+    Raises ValueError, naming the file, where it is unreadable or has no such key.
+    """
     path = data_path(name)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"data file {path} is damaged ({error}); reinstall attnlab") from error
+        content = json.loads(path.read_text(encoding="utf-8"))
+        for key in keys:
+            content = content[key]
+        return content
+    except (ValueError, LookupError, TypeError) as error:  # no text, no JSON; no such key; nothing that has keys
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"data file {path} is damaged ({reason}); reinstall attnlab") from error

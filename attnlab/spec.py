@@ -181,7 +181,7 @@ class ModelSpec:
         Raises ValueError where the model is unknown, or where a fact it needs is not verified in the data and no
         argument gives it.
         """
-        rows = {row["name"]: row for row in load_json("models.json")["models"]}
+        rows = {row["name"]: row for row in load_json("models.json", "models")}
         require(name in rows, f"model: expected one of {', '.join(rows)}, got {name!r}")
         row = rows[name]
         context = context_len if context_len is not None else _known(row, "context", hint="pass context_len")

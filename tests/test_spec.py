@@ -10,7 +10,7 @@ import torch
 from attnlab.assets import load_json
 from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec
 
-MODELS: dict[str, dict[str, Any]] = {row["name"]: row for row in load_json("models.json")["models"]}
+MODELS: dict[str, dict[str, Any]] = {row["name"]: row for row in load_json("models.json", "models")}
 
 
 def attention(**changes: Any) -> AttentionSpec:

@@ -55,7 +55,7 @@ class Sample:
     def load(cls, text: str) -> Sample:
         """Return the sample of that name: `long` (2,048 tokens, three layers) or `short` (88 tokens, six layers)."""
         one_of("sample", text, list(_FILES))
-        tokens = tuple(load_json("smollm2_135m/tokens.json")[text]["tokens"])
+        tokens = tuple(load_json("smollm2_135m/tokens.json", text, "tokens"))
         return cls(text=text, layers=tuple(_FILES[text]), tokens=tokens)
 
     def layer(self, index: int) -> LayerSample:

@@ -198,7 +198,7 @@ def test_fixed_tiles_cut_where_counted_ones_do_not() -> None:
     assert ranges(Static(splits=3), [513])[0] == [(0, 192), (192, 384), (384, 513)]
 
 
-CASES: list[dict[str, Any]] = load_json("golden/original/num_kv_splits.json")["cases"]
+CASES: list[dict[str, Any]] = load_json("golden/original/num_kv_splits.json", "cases")
 
 
 def test_all_36_recorded_cases_are_there() -> None:
