@@ -24,7 +24,7 @@ class Request:
 
 @lru_cache
 def _traces() -> dict[str, Any]:
-    traces: dict[str, Any] = load_json("traffic.json")["traces"]
+    traces: dict[str, Any] = load_json("traffic.json", "traces")
     return traces
 
 
@@ -66,10 +66,13 @@ def draw_decode_lens(trace: str, count: int, *, seed: int) -> list[int]:
 
 
 def scale_to(lens: Sequence[int], longest: int) -> list[int]:
-    """Return the lengths, all scaled by one factor, so that none is above `longest`; unchanged where none is."""
+    """Return the lengths, all scaled by one factor, so that none is above `longest`; unchanged where none is.
+
+    A request keeps at least one token, and one without tokens stays without.
+    """
     positive("longest", longest)
     top = max(lens, default=0)
-    return list(lens) if top <= longest else [max(1, n * longest // top) for n in lens]
+    return list(lens) if top <= longest else [max(min(n, 1), n * longest // top) for n in lens]
 
 
 def _trace(trace: str) -> dict[str, Any]:
