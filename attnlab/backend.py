@@ -1,7 +1,7 @@
 """The attention backend of a server: `plan` once per step, `decode` once per layer.
 
-Reference: triton_backend.py. Nothing is kept between calls but what outlives a step: model, pool, request table, engine,
-policy, scratch. The plan is an argument.
+Reference: triton_backend.py. Nothing is kept between calls but what outlives a step: model, pool, request table,
+engine, policy, scratch. The plan is an argument.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlab.batch import DecodeBatch
-from attnlab.checks import positive, require, same_device, tensor
+from attnlab.checks import describe, positive, require, same_device, tensor
 from attnlab.engines import FLOATS, Engine, check_decode, engine_for
 from attnlab.memory.pool import KVPool
 from attnlab.memory.requests import RequestTable
@@ -25,8 +25,9 @@ from attnlab.spec import LayerSpec, ModelSpec
 class AttentionBackend:
     """Plans and runs attention over a paged cache.
 
-    `policy` and `engine` are names or objects; neither has a default. `multiprocessors` is what policies count with; on a
-    CPU it may be that of the GPU one studies, or None where unknown. Scratch for `max_requests` is allocated here, once.
+    `policy` and `engine` are names or objects; neither has a default. `multiprocessors` is what policies count
+    with; on a CPU it may be that of the GPU one studies, or None where unknown. Scratch for `max_requests` is
+    allocated here.
 
     >>> import attnlab
     >>> wb = attnlab.workbench("SmolLM2-135M", lens=[300, 40], policy="seed", engine="eager")
@@ -96,10 +97,10 @@ class AttentionBackend:
     ) -> Tensor:
         """Store the new token's K and V, then attend to all keys of the plan; return `[reqs, heads, v_dim]`.
 
-        `q` is `[reqs, heads, qk_dim]` (or 2-D, heads and dim in one), `k` and `v` `[reqs, kv_heads, dim]`, in fp32, fp16 or
-        bf16; under MLA `v` is None. With `save=False` the cache is read as it is, and `k` and `v` are None. `out` and `lse`
-        (natural log, fp32 `[reqs, heads]`, the sink included) are filled where given. Everything is checked first: on an
-        error nothing was stored.
+        `q` is `[reqs, heads, qk_dim]` (or 2-D, heads and dim in one), `k` and `v` `[reqs, kv_heads, dim]`, in fp32,
+        fp16 or bf16; under MLA `v` is None. With `save=False` the cache is read as it is, and `k` and `v` are None.
+        `out` and `lse` (natural log, fp32 `[reqs, heads]`, the sink included) are filled where given. Everything is
+        checked first: on an error nothing was stored.
         """
         spec = self.model.layer(layer)
         lane = self._lane(layer, plan)
@@ -150,8 +151,8 @@ class AttentionBackend:
     def _lane(self, layer: int, plan: DecodePlan) -> Lane:
         require(
             plan.epoch == self.pool.epoch,
-            f"plan: made for another state of the pool (epoch {plan.epoch}, now {self.pool.epoch}): slots were freed since, or "
-            "the plan belongs to another backend; plan again",
+            f"plan: made for another state of the pool (epoch {plan.epoch}, now {self.pool.epoch}): slots were freed "
+            "since, or the plan belongs to another backend; plan again",
         )
         return plan.lane(layer)
 
@@ -184,6 +185,8 @@ def _check_parts(model: ModelSpec, pool: KVPool, table: RequestTable, max_reques
 def _split_heads(q: Tensor, layer: LayerSpec) -> Tensor:
     """Return q as `[tokens, heads, qk_dim]`; servers pass heads and dimension in one axis too."""
     spec = layer.attention
+    if not isinstance(q, Tensor):
+        raise TypeError(f"q: expected [tokens, {spec.heads}, {spec.qk_dim}], got {describe(q)}")
     if q.dim() == 2 and q.shape[1] == spec.heads * spec.qk_dim:
         return q.view(-1, spec.heads, spec.qk_dim)
     return q

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnlab import _triton
 from attnlab._boot import INTERPRETED
-from attnlab.checks import last_axis_contiguous, one_of, require, same_device, tensor
+from attnlab.checks import describe, last_axis_contiguous, one_of, require, same_device, tensor
 from attnlab.eager import decode as eager_decode
 from attnlab.eager.index import EagerPlanOps
 from attnlab.kernels import decode as triton_decode
@@ -100,8 +100,8 @@ class TritonEngine:
         )
         require(
             INTERPRETED or self.device.type == "cuda",
-            f'engine="triton": kernels are compiled in this process, which needs a GPU, but the device is {self.device}; '
-            'start with ATTNLAB_INTERPRET=1 to interpret them, or use engine="eager"',
+            f'engine="triton": kernels are compiled in this process, which needs a GPU, but the device is '
+            f'{self.device}; start with ATTNLAB_INTERPRET=1 to interpret them, or use engine="eager"',
         )
         self.target = Target.of(self.device)
         self.ops: PlanOps = TritonPlanOps()
@@ -178,7 +178,7 @@ def check_decode(
         tensor("lse", lse, shape=[reqs, spec.heads], dtype=torch.float32, device=device, hint=hint)
     require(
         (sinks is not None) == spec.has_sinks,
-        f"sinks: the layer {'has' if spec.has_sinks else 'has no'} sinks, got {None if sinks is None else list(sinks.shape)}",
+        f"sinks: the layer {'has' if spec.has_sinks else 'has no'} sinks, got {describe(sinks)}",
     )
     if sinks is not None:
         tensor("sinks", sinks, shape=[spec.heads], dtype=FLOATS, device=device)
@@ -186,8 +186,7 @@ def check_decode(
     needs_aux = spec.mod is not None and spec.mod.needs_aux
     require(
         (aux is not None) == needs_aux,
-        f"aux: the layer's score modifier {'reads' if needs_aux else 'reads no'} aux tensor, "
-        f"got {None if aux is None else list(aux.shape)}",
+        f"aux: the layer's score modifier {'reads an' if needs_aux else 'reads no'} aux tensor, got {describe(aux)}",
     )
     if aux is not None:
         tensor("aux", aux, shape=[reqs, spec.heads, "width"], dtype=FLOATS, device=device, hint=hint)

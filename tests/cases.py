@@ -12,13 +12,18 @@ from attnlab._boot import INTERPRETED
 from attnlab.backend import AttentionBackend
 from attnlab.batch import DecodeBatch
 from attnlab.eager import oracle
-from attnlab.memory.pool import KVPool
+from attnlab.engines import engine_for
+from attnlab.memory.pool import KVPool, KVView
 from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.pools.mla import MLAPool
 from attnlab.memory.requests import RequestTable
 from attnlab.mods.registry import score_mods
-from attnlab.plan.plans import DecodePlan
-from attnlab.plan.splits import HostPolicy, SplitPolicy
+from attnlab.plan.index import KVIndex
+from attnlab.plan.layout import KVLayout
+from attnlab.plan.plans import DecodePlan, Lane
+from attnlab.plan.schedule import Schedule
+from attnlab.plan.splits import HostPolicy, SplitBounds, SplitPolicy, SplitSizes, splits_of_sizes
+from attnlab.plan.workspace import Workspace
 from attnlab.spec import AttentionSpec, ModelSpec
 from tests.tolerances import LSE, output
 
@@ -289,6 +294,39 @@ def _bias(request: int, aux: Tensor) -> oracle.Modify:
 
 # The oracle's own modifiers, by name: written apart from the registered ones.
 MODIFY = {None: _no_mod, "alibi": _alibi, "relative_bias": _bias}
+
+
+def lane_of(slots: Tensor, kv_heads: int, *, splits: int = 8) -> Lane:
+    """One request that reads these slots, cut into so many ranges."""
+    indptr = torch.tensor([0, slots.shape[0]], dtype=torch.int32, device=slots.device)
+    lens = indptr.diff()
+    plan = splits_of_sizes(
+        SplitSizes.of_counts(lens, torch.full_like(lens, splits)),
+        lens,
+        policy="static",
+        bounds=SplitBounds(max_ranges=splits, min_size=32),
+        total=slots.shape[0],
+    )
+    return Lane(
+        layout=KVLayout.full(KVIndex(indptr=indptr, slots=slots, space="pool")),
+        splits=plan,
+        schedule=Schedule.one_range_a_program(plan, kv_heads=kv_heads),
+        write_slots=torch.zeros(1, dtype=torch.int64, device=slots.device),
+    )
+
+
+def decode_one(
+    engine: str, spec: AttentionSpec, view: KVView, slots: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Decode one request straight from a view; return q and the output."""
+    lane, device = lane_of(slots, spec.kv_heads), slots.device
+    work = Workspace(max_ranges=lane.splits.capacity, heads=spec.heads, v_dims={spec.v_dim}, device=device)
+    partials = work.partials(programs=lane.schedule.programs, group=spec.group, v_dim=spec.v_dim)
+    q = torch.randn(1, spec.heads, spec.qk_dim, device=device).to(dtype)
+    out = torch.full((1, spec.heads, spec.v_dim), float("nan"), dtype=dtype, device=device)
+    call = {"q": q, "view": view, "lane": lane, "spec": spec, "partials": partials, "out": out}
+    engine_for(engine, device).decode(**call, lse=None, sinks=None, aux=None)
+    return q[0], out[0]
 
 
 def poison(x: Tensor) -> None:

@@ -7,8 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from tests.cases import CASES, ENGINES, FP8, Case, Stand, poison
-from tests.tolerances import LSE, OUTPUT
+from attnlab.eager import oracle
+from attnlab.inspect.workbench import workbench
+from attnlab.memory.pool import KVView
+from attnlab.plan.policies.static import Static
+from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec
+from tests.cases import CASES, ENGINES, FP8, Case, Stand, decode_one, poison
+from tests.tolerances import FP8_STATISTIC, LSE, OUTPUT
 
 TOY = CASES[0]
 engines = pytest.mark.parametrize(("engine", "device"), ENGINES, ids=[name for name, _ in ENGINES])
@@ -22,8 +27,6 @@ def test_decode_agrees_with_the_oracle(case: Case, engine: str, device: str) -> 
 
 @engines
 def test_output_does_not_depend_on_the_number_of_splits(engine: str, device: str) -> None:
-    from attnlab.plan.policies.static import Static
-
     case = TOY.but(lens=(257, 300), sinks=True)
     for splits in (1, 2, 3, 7, 8, 64):
         Stand(case.but(policy=Static(splits=splits)), engine, device).check()
@@ -43,8 +46,6 @@ def test_scratch_that_nobody_owns_never_reaches_an_output(engine: str, device: s
 
 @engines
 def test_partials_are_the_oracles_for_each_range(engine: str, device: str) -> None:
-    from attnlab.eager import oracle
-
     stand = Stand(TOY.but(policy="static", heads=40), engine, device)
     plan = stand.plan()
     stand.run(plan)
@@ -255,3 +256,52 @@ def test_mla_in_every_dtype_with_two_scales(
     out, lse = stand.run()
     torch.testing.assert_close(out.double(), want, **OUTPUT[q_dtype])
     torch.testing.assert_close(lse.double(), want_lse, **LSE)
+
+
+@pytest.mark.skipif(ENGINES[0][1] != "cpu", reason="test_decode_gpu.py does it with memory behind every page")
+@engines
+@pytest.mark.parametrize("mla", [False, True], ids=["mha", "mla"])
+def test_slots_beyond_2_31_elements_are_read(engine: str, device: str, mla: bool) -> None:
+    """B24, B25. The pool is never touched but at its far end, so that the rest of it takes no memory."""
+    heads, kv_heads, qk_dim, v_dim = (4, 1, 576, 512) if mla else (8, 8, 128, 128)
+    slots = 2**31 // (kv_heads * qk_dim) + 500
+    k = torch.empty(slots, kv_heads, qk_dim, dtype=torch.uint8).view(FP8)
+    v = k[..., :v_dim] if mla else torch.empty(slots, kv_heads, v_dim, dtype=torch.uint8).view(FP8)
+    far = torch.randperm(400)[:40] + slots - 400
+    for x in (k,) if mla else (k, v):
+        x.view(torch.uint8)[far] = torch.randn(40, kv_heads, x.shape[2]).to(FP8).view(torch.uint8)
+    spec = AttentionSpec(heads=heads, kv_heads=kv_heads, qk_dim=qk_dim, v_dim=v_dim, scale=qk_dim**-0.5)
+    q, out = decode_one(engine, spec, KVView(k=k, v=v, v_in_k=mla), far, torch.float32)
+    rows = (x.view(torch.uint8)[far].view(FP8) for x in (k, v))
+    want, _ = oracle.attention(q, *rows, scale=spec.scale)
+    torch.testing.assert_close(out.double(), want, **OUTPUT[torch.float32])
+
+
+@engines
+def test_layers_may_differ_in_heads_and_dims(engine: str, device: str) -> None:
+    """B38: scratch sized by one layer's value dimension would be overrun, or misread, by another's."""
+    wide = AttentionSpec(heads=8, kv_heads=2, qk_dim=32, v_dim=64, scale=0.2)
+    narrow = AttentionSpec(heads=12, kv_heads=4, qk_dim=64, v_dim=16, scale=0.1)
+    layers = tuple(LayerSpec(index=i, attention=a, pool_layer=i) for i, a in enumerate((wide, narrow)))
+    model = ModelSpec(name="mixed", layers=layers, context_len=300, page_size=1, kv_dtype=torch.float32, mla=False)
+    wb = workbench(model, lens=[300, 0, 40], policy="static", engine=engine, device=device)
+    plan = wb.plan()
+    assert len(plan.lanes) == 2
+    for layer, spec in enumerate((wide, narrow)):
+        wb.backend.workspace.fill(float("nan"))
+        out = wb.decode(layer, plan)
+        q, _, _ = wb.newest(layer)
+        for r in range(3):
+            k, v = (x.to(device) for x in wb.cached(layer, r))
+            want, _ = oracle.attention(q[r], k, v, scale=spec.scale)
+            torch.testing.assert_close(out[r].double(), want, **OUTPUT[torch.float32])
+
+
+@engines
+def test_fp8_stays_close_to_the_unrounded_values(engine: str, device: str) -> None:
+    """B39. The scales make the most of fp8's range; without them the values would leave it."""
+    case = TOY.but(lens=(300, 64), kv_dtype=FP8, k_scale=0.05, v_scale=0.02, qk_dim=64, v_dim=64)
+    stand = Stand(case, engine, device)
+    exact = Stand(case.but(kv_dtype=torch.float32), engine, device)
+    error = (stand.run()[0] - exact.expected()[0]).abs().mean()
+    assert 0 < error <= FP8_STATISTIC * exact.expected()[0].std()

@@ -7,15 +7,10 @@ import torch
 
 from attnlab.bench.decode import DecodeShape, measure
 from attnlab.eager import oracle
-from attnlab.engines import engine_for
 from attnlab.memory.pool import KVView
-from attnlab.plan.index import KVIndex
-from attnlab.plan.layout import KVLayout
-from attnlab.plan.plans import Lane
-from attnlab.plan.schedule import Schedule
-from attnlab.plan.splits import SplitBounds, SplitSizes, splits_of_sizes
 from attnlab.plan.workspace import Workspace
 from attnlab.spec import AttentionSpec
+from tests.cases import decode_one
 from tests.tolerances import OUTPUT
 
 pytestmark = pytest.mark.gpu
@@ -39,28 +34,15 @@ def test_the_far_end_of_a_pool_beyond_2_31_elements_is_read(mla: bool) -> None:
         fill = torch.randn(1000, kv_heads, x.shape[2], device="cuda").to(x.dtype)
         x.view(torch.uint8)[far] = fill.view(torch.uint8)
     spec = AttentionSpec(heads=heads, kv_heads=kv_heads, qk_dim=qk_dim, v_dim=v_dim, scale=qk_dim**-0.5)
-    out, q = _decode(spec, KVView(k=k, v=v, v_in_k=mla), far)
+    q, out = decode_one("triton", spec, KVView(k=k, v=v, v_in_k=mla), far, torch.bfloat16)
     rows = k.view(torch.uint8)[far].view(k.dtype), v.view(torch.uint8)[far].view(k.dtype)
-    want, _ = oracle.attention(q[0], *rows, scale=spec.scale)
-    torch.testing.assert_close(out[0].double(), want, **OUTPUT[torch.bfloat16])
+    want, _ = oracle.attention(q, *rows, scale=spec.scale)
+    torch.testing.assert_close(out.double(), want, **OUTPUT[torch.bfloat16])
 
 
-def _decode(spec: AttentionSpec, view: KVView, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    indptr = torch.tensor([0, slots.shape[0]], dtype=torch.int32, device="cuda")
-    lens = indptr.diff()
-    sizes = SplitSizes.of_counts(lens, torch.full_like(lens, 8))
-    bounds = SplitBounds(max_ranges=8, min_size=32)
-    splits = splits_of_sizes(sizes, lens, policy="static", bounds=bounds, total=slots.shape[0])
-    lane = Lane(
-        layout=KVLayout.full(KVIndex(indptr=indptr, slots=slots, space="pool")),
-        splits=splits,
-        schedule=Schedule.one_range_a_program(splits, kv_heads=spec.kv_heads),
-        write_slots=torch.zeros(1, dtype=torch.int64, device="cuda"),
-    )
-    work = Workspace(max_ranges=splits.capacity, heads=spec.heads, v_dims={spec.v_dim}, device="cuda")
-    partials = work.partials(programs=lane.schedule.programs, group=spec.group, v_dim=spec.v_dim)
-    q = torch.randn(1, spec.heads, spec.qk_dim, dtype=torch.bfloat16, device="cuda")
-    out = torch.empty(1, spec.heads, spec.v_dim, dtype=torch.bfloat16, device="cuda")
-    call = {"q": q, "view": view, "lane": lane, "spec": spec, "partials": partials, "out": out}
-    engine_for("triton", "cuda").decode(**call, lse=None, sinks=None, aux=None)
-    return out, q
+def test_scratch_that_does_not_fit_the_device_is_refused_before_it_is_allocated() -> None:
+    """B43: the bytes needed are named, and what lowers them."""
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(ValueError, match=r"scratch: 4,311,744,512,000 bytes .* lower max_requests"):
+        Workspace(max_ranges=512 * 512 * 1000, heads=8, v_dims={512}, device="cuda")
+    assert torch.cuda.memory_allocated() == before

@@ -31,3 +31,6 @@ GOLDEN = {"atol": 2e-5, "rtol": 0.0}
 
 FP8_STATISTIC = 0.03
 """Mean absolute error of an fp8 cache against unrounded inputs, as a share of the reference's standard deviation."""
+
+TOUR = 1e-5
+"""The tour's largest error: fp32 outputs of real values, whose norms reach 10."""

@@ -1,19 +1,20 @@
 """Time one decode call on a GPU: `python -m attnlab.bench.decode`.
 
-The output is compared with the fp64 oracle before any time is printed. Times are medians of CUDA-graph replays; bytes are
-those of the keys and values that must be read once.
+The output is compared with the fp64 oracle before any time is printed. Times are medians of CUDA-graph replays;
+bytes are those of the keys and values that must be read once.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
 from attnlab.backend import AttentionBackend
 from attnlab.batch import DecodeBatch
-from attnlab.checks import require
 from attnlab.eager import oracle
 from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.requests import RequestTable
@@ -97,11 +98,10 @@ def measure(shape: DecodeShape, policy: str, *, checked: int = 2) -> DecodeTime:
     return DecodeTime(policy=policy, time_us=_graph_time_us(call), max_error=error)
 
 
-def _graph_time_us(call: object) -> float:
-    require(callable(call), "call: expected a function")
+def _graph_time_us(call: Callable[[], None]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()  # type: ignore[operator]
+        call()
     for _ in range(WARMUP):
         graph.replay()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
@@ -110,8 +110,7 @@ def _graph_time_us(call: object) -> float:
         graph.replay()
     marks[-1].record()
     torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))
-    return 1000 * times[len(times) // 2]
+    return 1000.0 * float(median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)))
 
 
 def main() -> None:

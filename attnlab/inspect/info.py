@@ -19,4 +19,5 @@ def info() -> str:
     else:
         how = "interpreted on the CPU" if INTERPRETED else "compiled"
         kernels = f"engines eager and triton {_triton.triton.__version__} (kernels {how})"
-    return f"attnlab {attnlab.__version__} · Python {platform.python_version()} · torch {torch.__version__} · {gpu} · {kernels}"
+    versions = f"attnlab {attnlab.__version__} · Python {platform.python_version()} · torch {torch.__version__}"
+    return f"{versions} · {gpu} · {kernels}"

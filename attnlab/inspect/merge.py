@@ -68,4 +68,6 @@ class MergeSteps:
     def distance(self) -> Float[Tensor, " splits"]:
         """How far the running answer is from the final one, as a share of the final one's length."""
         running = self.running
-        return (running - running[-1]).norm(dim=1) / running[-1].norm()
+        off: Tensor = torch.linalg.vector_norm(running - running[-1], dim=1)
+        length: Tensor = torch.linalg.vector_norm(running[-1])
+        return off / length

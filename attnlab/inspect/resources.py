@@ -1,7 +1,8 @@
 """Compile every kernel for GPUs that are not there: `ATTNLAB_INTERPRET=0 python -m attnlab.inspect.resources`.
 
-Each variant that models of data/models.json launch is compiled as its launcher would compile it, pointers and strides marked as
-divisible by 16. Registers, spills and shared memory come out of the binary. The table lies in data/kernel_resources.md.
+Each variant that models of data/models.json launch is compiled as its launcher would compile it, pointers and
+strides marked as divisible by 16. Registers, spills and shared memory come out of the binary. The table lies in
+data/kernel_resources.md.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What a compiled variant takes: registers per thread, spilled bytes per thread, shared memory per block in bytes."""
+    """What a compiled variant takes: registers and spilled bytes per thread, shared memory in bytes per block."""
 
     variant: str
     target: str
@@ -71,7 +72,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A decode shape to compile. Features that cost code (cap, temperature, modifier, sinks) are all on where `full`."""
+    """A decode shape to compile. Where `full`, cap, temperature, modifier and sinks are all on."""
 
     name: str
     heads: int
@@ -86,9 +87,17 @@ class Shape:
 
     def spec(self) -> AttentionSpec:
         """Return the attention of this shape."""
-        extra = {"softcap": 30.0, "temperature_len": 1024, "mod": score_mods.get("relative_bias")} if self.full else {}
-        shape = {name: getattr(self, name) for name in ("heads", "kv_heads", "qk_dim", "v_dim")}
-        return AttentionSpec(**shape, **extra, scale=self.qk_dim**-0.5, has_sinks=self.full)
+        return AttentionSpec(
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            qk_dim=self.qk_dim,
+            v_dim=self.v_dim,
+            scale=self.qk_dim**-0.5,
+            softcap=30.0 if self.full else None,
+            temperature_len=1024 if self.full else None,
+            mod=score_mods.get("relative_bias") if self.full else None,
+            has_sinks=self.full,
+        )
 
     def view(self) -> KVView:
         """Return a view without memory behind it."""
@@ -99,58 +108,39 @@ class Shape:
 
 
 FP8 = torch.float8_e4m3fn
+GQA = Shape(name="gqa 4 x 128 (Llama-3)", heads=32, kv_heads=8, qk_dim=128, v_dim=128)
+MHA = Shape(name="mha 128 (OLMo-2)", heads=32, kv_heads=32, qk_dim=128, v_dim=128)
+MLA = Shape(name="mla 128 x 576/512 (DeepSeek-V3)", heads=128, kv_heads=1, qk_dim=576, v_dim=512, mla=True)
+HALF = torch.float16
 SHAPES = [
-    Shape(name="gqa 4 x 128 (Llama-3)", heads=32, kv_heads=8, qk_dim=128, v_dim=128),
-    Shape(name="gqa 4 x 128, fp8", heads=32, kv_heads=8, qk_dim=128, v_dim=128, kv_dtype=FP8),
-    Shape(
-        name="gqa 4 x 128, fp16",
-        heads=32,
-        kv_heads=8,
-        qk_dim=128,
-        v_dim=128,
-        dtype=torch.float16,
-        kv_dtype=torch.float16,
-    ),
-    Shape(
-        name="gqa 4 x 128, fp32",
-        heads=32,
-        kv_heads=8,
-        qk_dim=128,
-        v_dim=128,
-        dtype=torch.float32,
-        kv_dtype=torch.float32,
-    ),
-    Shape(name="gqa 4 x 128, pages of 16", heads=32, kv_heads=8, qk_dim=128, v_dim=128, page_size=16),
-    Shape(name="gqa 8 x 128, every feature", heads=64, kv_heads=8, qk_dim=128, v_dim=128, full=True),
-    Shape(
-        name="gqa 3 x 64 (SmolLM2)",
-        heads=9,
-        kv_heads=3,
-        qk_dim=64,
-        v_dim=64,
-        dtype=torch.float16,
-        kv_dtype=torch.float16,
-    ),
+    GQA,
+    replace(GQA, name="gqa 4 x 128, fp8", kv_dtype=FP8),
+    replace(GQA, name="gqa 4 x 128, fp16", dtype=HALF, kv_dtype=HALF),
+    replace(GQA, name="gqa 4 x 128, fp32", dtype=torch.float32, kv_dtype=torch.float32),
+    replace(GQA, name="gqa 4 x 128, pages of 16", page_size=16),
+    replace(GQA, name="gqa 8 x 128, every feature", heads=64, full=True),
+    Shape(name="gqa 3 x 64 (SmolLM2)", heads=9, kv_heads=3, qk_dim=64, v_dim=64, dtype=HALF, kv_dtype=HALF),
     Shape(name="gqa 29 x 64 (Falcon-180B)", heads=232, kv_heads=8, qk_dim=64, v_dim=64),
     Shape(name="gqa 2 x 256 (Gemma)", heads=8, kv_heads=4, qk_dim=256, v_dim=256),
     Shape(name="gqa 8 x 192/128", heads=64, kv_heads=8, qk_dim=192, v_dim=128),
-    Shape(name="mha 128 (OLMo-2)", heads=32, kv_heads=32, qk_dim=128, v_dim=128),
-    Shape(name="mha 96 (Phi-3)", heads=32, kv_heads=32, qk_dim=96, v_dim=96),
-    Shape(name="mha 80 (StableLM)", heads=32, kv_heads=32, qk_dim=80, v_dim=80),
-    Shape(name="mha 128, every feature", heads=32, kv_heads=32, qk_dim=128, v_dim=128, full=True),
-    Shape(name="mla 128 x 576/512 (DeepSeek-V3)", heads=128, kv_heads=1, qk_dim=576, v_dim=512, mla=True),
-    Shape(name="mla 128 x 576/512, fp8", heads=128, kv_heads=1, qk_dim=576, v_dim=512, mla=True, kv_dtype=FP8),
+    MHA,
+    replace(MHA, name="mha 96 (Phi-3)", qk_dim=96, v_dim=96),
+    replace(MHA, name="mha 80 (StableLM)", qk_dim=80, v_dim=80),
+    replace(MHA, name="mha 128, every feature", full=True),
+    MLA,
+    replace(MLA, name="mla 128 x 576/512, fp8", kv_dtype=FP8),
     Shape(name="mla 20 x 288/256", heads=20, kv_heads=1, qk_dim=288, v_dim=256, mla=True),
 ]
+MERGED = ("gqa 4 x 128 (Llama-3)", "gqa 3 x 64 (SmolLM2)", "gqa 2 x 256 (Gemma)", "mha 80 (StableLM)", MLA.name)
 
 
 def variants(target: Target) -> Iterator[Variant]:
-    """Yield every kernel variant that this target can run."""
+    """Yield every kernel variant that this target can run; a merge for every shape that changes its text."""
     for shape in SHAPES:
         if target.has_fp8 or shape.kv_dtype != FP8:
             yield _split_variant(shape, target)
     for shape in SHAPES:
-        if shape.full or shape.mla or shape.qk_dim != shape.v_dim or "(" in shape.name:
+        if shape.full or shape.name in MERGED:
             yield _merge_variant(shape)
     integers = {"rows_ptr": torch.int64, "slots_ptr": torch.int64}
     yield Variant(
@@ -174,7 +164,7 @@ def _split_variant(shape: Shape, target: Target) -> Variant:
         spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype
     )
     floats = {"q_ptr": shape.dtype, "k_ptr": shape.kv_dtype, "v_ptr": shape.kv_dtype, "aux_ptr": torch.float32}
-    states = {name: torch.float32 for name in ("acc_ptr", "max_ptr", "sum_ptr")}
+    states = dict.fromkeys(("acc_ptr", "max_ptr", "sum_ptr"), torch.float32)
     return Variant(
         name=f"split: {shape.name}",
         kernel=decode._decode_split_kernel,
@@ -189,14 +179,14 @@ def _merge_variant(shape: Shape) -> Variant:
     return Variant(
         name=f"merge: {shape.name}",
         kernel=decode._decode_merge_kernel,
-        pointers={**{name: torch.float32 for name in names}, "out_ptr": shape.dtype},
+        pointers={**dict.fromkeys(names, torch.float32), "out_ptr": shape.dtype},
         constants=decode.merge_constants(spec=shape.spec(), has_lse=True),
         options=decode.MERGE_OPTIONS,
     )
 
 
 def compile_variant(variant: Variant, target_name: str) -> Resources:
-    """Compile for a target and read what the binary takes. Raises Triton's CompilationError where it does not compile."""
+    """Compile for a target and read what the binary takes; raise Triton's CompilationError where it fails."""
     require(not INTERPRETED, "kernels are interpreted in this process; start it with ATTNLAB_INTERPRET=0", RuntimeError)
     binary = _triton.triton.compile(
         _source(variant), target=_gpu_target(TARGETS[target_name]), options=dict(variant.options)
@@ -258,8 +248,9 @@ def table(rows: list[Resources]) -> str:
     lines = [
         "# What the kernels take",
         "",
-        f"Registers per thread / spilled bytes per thread / shared memory per block (KB), compiled by Triton {_triton.triton.__version__}.",
-        "Made by `ATTNLAB_INTERPRET=0 python -m attnlab.inspect.resources --write`. A dash: the target cannot read fp8-e4m3.",
+        "Registers per thread / spilled bytes per thread / shared memory per block (KB), compiled by Triton "
+        f"{_triton.triton.__version__}. A dash: the target cannot read fp8-e4m3.",
+        "Made by `ATTNLAB_INTERPRET=0 python -m attnlab.inspect.resources --write`.",
         "",
         f"| kernel | {' | '.join(TARGETS)} |",
         f"| --- |{' --- |' * len(TARGETS)}",

@@ -13,12 +13,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnlab.backend import AttentionBackend
-from attnlab.batch import DecodeBatch, HostLens
+from attnlab.batch import DecodeBatch
 from attnlab.checks import require
 from attnlab.engines import Engine
 from attnlab.inspect.merge import MergeSteps
 from attnlab.inspect.samples import MODEL, LayerSample, Sample, random_layer
-from attnlab.memory.pool import KVPool, KVView
+from attnlab.memory.pool import KVPool
 from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.pools.mla import MLAPool
 from attnlab.memory.requests import RequestTable
@@ -42,10 +42,12 @@ class Workbench:
         *,
         backend: AttentionBackend,
         batch: DecodeBatch,
+        lens: Sequence[int],
         contents: dict[int, list[LayerSample]],
         source: str,
     ) -> None:
         self.backend, self.batch, self.source = backend, batch, source
+        self.lens = tuple(lens)
         self.model, self.pool, self.table = backend.model, backend.pool, backend.table
         self._contents = contents
 
@@ -60,12 +62,6 @@ class Workbench:
         )
 
     @property
-    def lens(self) -> tuple[int, ...]:
-        """Tokens per request."""
-        assert isinstance(self.batch.seq, HostLens)
-        return self.batch.seq.values
-
-    @property
     def layers(self) -> tuple[int, ...]:
         """The layers that are filled."""
         return tuple(layer.index for layer in self.model.layers)
@@ -75,13 +71,17 @@ class Workbench:
         return self.backend.plan(self.batch)
 
     def newest(self, layer: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return q `[reqs, heads, qk_dim]`, k and v `[reqs, kv_heads, dim]` of every request's last token; v None under MLA."""
-        spec = self.model.layer(layer).attention
+        """Return every request's last token: q `[reqs, heads, qk_dim]`, k and v `[reqs, kv_heads, dim]`.
+
+        Under MLA v is None. A request without tokens gets zeros.
+        """
+        spec, device = self.model.layer(layer).attention, self.pool.device
         rows = self._contents[layer]
-        q, k, v = (_stack_last([getattr(row, name) for row in rows]) for name in "qkv")
-        assert q.shape[1:] == (spec.heads, spec.qk_dim)
-        device = self.pool.device
-        return q.to(device), k.to(device), None if self.model.mla else v.to(device)
+        q = _last_rows([row.q for row in rows], spec.heads, spec.qk_dim, device)
+        k = _last_rows([row.k for row in rows], spec.kv_heads, spec.qk_dim, device)
+        if self.model.mla:
+            return q, k, None
+        return q, k, _last_rows([row.v for row in rows], spec.kv_heads, spec.v_dim, device)
 
     def decode(
         self, layer: int, plan: DecodePlan | None = None, *, lse: Tensor | None = None
@@ -119,9 +119,10 @@ def workbench(
 ) -> Workbench:
     """Build a backend over a filled cache: one request for each of `lens`.
 
-    SmolLM2-135M gets the recorded keys and values of the trained model (layers 0, 18, 23; up to 2,048 tokens; a shorter
-    request is the end of the text, up to one of its last 128 tokens). Any other model gets seeded normal numbers, in one
-    layer of each kind unless `layers` says which. `multiprocessors` defaults to the device's own, on a CPU to an H200's 132.
+    SmolLM2-135M gets the recorded keys and values of the trained model (layers 0, 18 and 23; up to 2,048 tokens; a
+    shorter request is the end of the text, up to one of its last 128 tokens). Any other model, and any other layer
+    of this one, gets seeded normal numbers; by default in one layer of each kind. `multiprocessors` defaults to the
+    device's own, on a CPU to an H200's 132. A ModelSpec brings its own `page_size` and `kv_dtype`.
 
     >>> wb = workbench("SmolLM2-135M", lens=[2048, 96, 700], policy="seed", engine="eager")
     >>> wb.decode(18).shape
@@ -145,7 +146,7 @@ def workbench(
     )
     batch = DecodeBatch.of(rows=rows, lens=lens, device=pool.device)
     source = "recorded q, k, v of the trained model" if recorded else f"normal numbers, seed {seed}"
-    return Workbench(backend=backend, batch=batch, contents=contents, source=source)
+    return Workbench(backend=backend, batch=batch, lens=lens, contents=contents, source=source)
 
 
 def _spec(
@@ -243,13 +244,7 @@ def _multiprocessors(device: torch.device) -> int:
     return H200_MULTIPROCESSORS
 
 
-def _stack_last(rows: list[Tensor]) -> Tensor:
-    """Return each request's last row; zeros for a request without tokens."""
-    template = rows[0].new_zeros(rows[0].shape[1:]) if rows else None
-    require(template is not None, "lens: the workbench has no request")
-    return torch.stack([row[-1] if row.shape[0] else row.new_zeros(row.shape[1:]) for row in rows])
-
-
-def dequantized(view: KVView, rows: Tensor, scale: float) -> Tensor:
-    """Return rows as the cache gives them back: stored in the view's dtype, times the scale, fp64."""
-    return (rows.double() / scale).to(view.k.dtype).double() * scale
+def _last_rows(rows: list[Tensor], heads: int, dim: int, device: torch.device) -> Tensor:
+    """Return each request's last row, `[reqs, heads, dim]`; zeros for a request without tokens."""
+    nothing = torch.zeros(1, heads, dim)
+    return torch.cat([row[-1:] if row.shape[0] else nothing.to(row.dtype) for row in rows] or [nothing[:0]]).to(device)

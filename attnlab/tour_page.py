@@ -1,0 +1,81 @@
+"""The tour's page: one HTML file with its pictures inside, readable on light and dark, with the network off."""
+
+from __future__ import annotations
+
+from html import escape
+
+from attnlab.inspect.info import info
+from attnlab.plots.picture import Picture
+from attnlab.tour import KERNEL_LAYER, KERNEL_TOKENS, PolicyResult, TourResult, kernel_words
+
+COLUMNS = ("policy", "splits", "waves", "scratch", "error, eager", "error, kernels")
+
+NOTES = (
+    "Splits: ranges of keys that the policy asked for / that hold keys after rounding, over the whole batch. "
+    "Waves: programs with keys per multiprocessor, counted for an H200's 132. Scratch: partial results of one layer. "
+    "Errors: largest absolute difference to an fp64 oracle that shares no code with either engine; outputs are fp32. "
+    f"Eager: all requests, three layers. Kernels: {KERNEL_TOKENS} keys of one request, layer {KERNEL_LAYER}, in so many splits."
+)
+
+_STYLE = """
+:root { color-scheme: light dark; --paper: #fff; --ink: #1b1f24; --soft: #57606a; --rule: #d5dbe1; }
+@media (prefers-color-scheme: dark) { :root { --paper: #14171c; --ink: #e8ecf0; --soft: #a9b3be; --rule: #333a43; } }
+body { background: var(--paper); color: var(--ink); font: 16px/1.5 Arial, 'Liberation Sans', Helvetica, sans-serif;
+  max-width: 900px; margin: 2.5rem auto; padding: 0 1rem; }
+h1 { font-size: 1.7rem; line-height: 1.25; } h2 { font-size: 1.15rem; margin-top: 2.5rem; }
+p.note, footer { color: var(--soft); font-size: .88rem; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: .35rem .6rem; border-bottom: 1px solid var(--rule); }
+th { color: var(--soft); font-weight: normal; } th:first-child, td:first-child { text-align: left; }
+.table { overflow-x: auto; } .picture svg { width: 100%; height: auto; } code { font-size: .92em; }
+.dark { display: none; }
+@media (prefers-color-scheme: dark) { .light { display: none; } .dark { display: block; } }
+"""
+
+
+def cells(row: PolicyResult) -> tuple[str, ...]:
+    """Return a table row's words, one for each of COLUMNS."""
+    f = row.footprint
+    kernel = "not run" if row.kernel_error is None else f"{row.kernel_error:.1e} in {row.kernel_ranges}"
+    return (
+        row.policy,
+        f"{f.asked} / {f.used}",
+        f"{f.waves:.2f}",
+        _bytes(f.scratch_bytes),
+        f"{row.eager_error:.1e}",
+        kernel,
+    )
+
+
+def page(result: TourResult, pictures: list[Picture]) -> str:
+    """Return the whole page."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in cells(row))}</tr>" for row in result.rows)
+    drawn = "".join(f'<div class="picture">{_both(picture)}</div>' for picture in pictures)
+    return f"""<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>attnlab tour</title>
+<style>{_STYLE}</style></head>
+<body>
+<h1>Real attention, decoded in splits, merged, and right</h1>
+<p>{escape(result.batch_words)} Queries, keys and values are those of SmolLM2-135M reading the Apache License 2.0, in
+layers 0, 18 and 23. A request that is shorter than the text is the end of it.</p>
+<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>
+<p class="note">{escape(NOTES)} The kernels were {escape(kernel_words())}.</p>
+<h2>Where each policy cuts</h2>
+{drawn}
+<h2>Next</h2>
+<p>In a notebook:
+<code>wb = attnlab.workbench("SmolLM2-135M", lens=[2048, 96, 700], policy="seed", engine="eager")</code>,
+then <code>attnlab.show(wb.plan())</code>.</p>
+<footer>{escape(info())}</footer>
+</body></html>
+"""
+
+
+def _both(picture: Picture) -> str:
+    return "".join(f'<div class="{theme}">{picture.to_svg(theme=theme)}</div>' for theme in ("light", "dark"))
+
+
+def _bytes(n: int) -> str:
+    return f"{n / 1024:,.0f} KB" if n < 1 << 20 else f"{n / (1 << 20):,.1f} MB"

@@ -1,0 +1,59 @@
+"""Every kernel variant compiles for four GPUs that are not here; the table in the repository says what it takes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnlab import _triton
+from attnlab.assets import data_path
+from attnlab.inspect.resources import TABLE, TARGETS
+
+pytestmark = pytest.mark.skipif(_triton.PROBLEM is not None, reason="needs Triton")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The table, made in a process of its own that compiles instead of interpreting, with an empty cache."""
+    cache = tmp_path_factory.mktemp("triton")
+    environment = {**os.environ, "ATTNLAB_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-m", "attnlab.inspect.resources"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+def rows(table: str) -> dict[str, str]:
+    lines = [line for line in table.splitlines() if line.startswith("| ")][2:]
+    return {line.split("|")[1].strip(): line for line in lines}
+
+
+def test_every_variant_compiles_for_every_target(compiled: str) -> None:
+    for name, row in rows(compiled).items():
+        cells = [cell.strip() for cell in row.split("|")[2:-1]]
+        assert len(cells) == len(TARGETS)
+        for target, cell in zip(TARGETS, cells, strict=True):
+            unreadable = "fp8" in name and name.startswith("split") and target in ("sm_80", "gfx942")
+            assert (cell == "-") == unreadable, f"{name} on {target}: {cell}"
+
+
+def test_the_table_in_the_repository_is_up_to_date(compiled: str) -> None:
+    kept = Path(data_path(TABLE)).read_text().strip()
+    same_triton = f"Triton {_triton.triton.__version__}." in kept
+    if same_triton:
+        assert compiled == kept, "run `ATTNLAB_INTERPRET=0 python -m attnlab.inspect.resources --write`"
+    else:
+        assert rows(compiled).keys() == rows(kept).keys()
+
+
+def test_half_precision_variants_do_not_spill(compiled: str) -> None:
+    """Spilled registers go through slow memory. Known exceptions: fp32 dots, which no tensor core does."""
+    for name, row in rows(compiled).items():
+        if "fp32" in name or name == "split: mla 128 x 576/512, fp8":
+            continue
+        spills = [cell.split("/")[1].strip() for cell in row.split("|")[2:-1] if "/" in cell]
+        assert set(spills) <= {"0"}, f"{name}: {row}"
