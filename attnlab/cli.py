@@ -1,4 +1,4 @@
-"""The command line: `attnlab tour`, `attnlab info`."""
+"""The command line: `attnlab tour`, `attnlab gallery`, `attnlab info`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from attnlab.checks import positive
+from attnlab.gallery import draw_gallery
 from attnlab.inspect.info import info
 from attnlab.inspect.traffic import trace_names
 from attnlab.plots.show import show
@@ -48,6 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     tour.add_argument("--requests", type=int, default=8, help="size of the batch (default: %(default)s)")
     tour.add_argument("--seed", type=int, default=3, help="of the drawn lengths (default: %(default)s)")
     tour.set_defaults(run=_tour)
+    gallery = commands.add_parser("gallery", help="draw the README's pictures from the shipped data")
+    gallery.add_argument("--out", type=Path, required=True, help="folder for the SVG files")
+    gallery.set_defaults(run=lambda args: print(*draw_gallery(args.out), sep="\n"))
     commands.add_parser("info", help="say what runs here").set_defaults(run=lambda args: print(info()))
     return parser
 

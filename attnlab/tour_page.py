@@ -14,7 +14,7 @@ NOTES = (
     "Splits: ranges of keys that the policy asked for / that hold keys after rounding, over the whole batch. "
     "Waves: programs with keys per multiprocessor, counted for an H200's 132. Scratch: partial results of one layer. "
     "Errors: largest absolute difference to an fp64 oracle that shares no code with either engine; outputs are fp32. "
-    f"Eager: all requests, three layers. Kernels: {KERNEL_TOKENS} keys of one request, layer {KERNEL_LAYER}, in so many splits."
+    f"Eager: all requests, three layers. Kernels: one request of {KERNEL_TOKENS} keys, layer {KERNEL_LAYER}."
 )
 
 _STYLE = """

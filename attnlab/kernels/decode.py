@@ -23,6 +23,7 @@ from attnlab.spec import AttentionSpec
 HEAD_TILE = 16
 """Query heads of one group that a program packs into a tile; the tensor core's smallest side."""
 
+_TL_DTYPES = {} if tl is None else {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 MERGE_OPTIONS = {"num_warps": 4, "num_stages": 1}
 
 
@@ -35,16 +36,18 @@ class SplitConfig:
     num_stages: int
 
     @classmethod
-    def choose(cls, spec: AttentionSpec, target: Target) -> SplitConfig:
+    def choose(cls, spec: AttentionSpec, target: Target, *, fp32: bool) -> SplitConfig:
         """Return the choice; the one place where it is made."""
         if target.kind == "interpreter":
             return cls(block_n=256, num_warps=4, num_stages=1)  # its cost is Python per operation: wide tiles win
         wide = spec.qk_dim > 256
         if target.kind == "hip":
             return cls(block_n=16 if wide else 32, num_warps=4, num_stages=1)
+        # Wide rows, and fp32 dots, which no tensor core does, need the registers of eight warps.
+        num_warps = 8 if wide or fp32 else 4
         if spec.group == 1:
-            return cls(block_n=32 if wide else 64, num_warps=4, num_stages=2)
-        return cls(block_n=32, num_warps=4, num_stages=1 if wide else 2)
+            return cls(block_n=32 if wide else 64, num_warps=num_warps, num_stages=2)
+        return cls(block_n=32, num_warps=num_warps, num_stages=1 if wide else 2)
 
 
 def head_tiles(dim: int) -> tuple[int, int]:
@@ -74,18 +77,16 @@ def decode_split(
 
     Computes: over the keys n of a segment, max = max s[n], sum = sum exp(s[n] - max), acc = sum exp(s[n] - max) v[n].
     Shapes: `q [reqs, heads, qk_dim]`; `aux [reqs, heads, width]` or None; partials `[programs, group, ...]` fp32.
-    Grid: (segments, head tiles): a program owns one range of keys of one KV head, and up to 16 query heads of its group.
+    Grid: (segments, head tiles): a program owns a range of keys of one KV head, and up to 16 query heads of its group.
     Reads/writes: the keys and values of the segment's slots alone; of the partials, the segment's own row.
     """
     programs = lane.schedule.programs
     if programs == 0:
         return
     constants, options = split_constants(spec=spec, view=view, target=target, q_dtype=q.dtype)
-    # A page-major view has a page stride of its own; by slot, PAGE_SIZE is 1 and it goes unread.
-    k_page, v_page = view.k.stride(0), view.v.stride(0)
-    bias = q if aux is None else aux
+    bias = q if aux is None else aux  # any tensor will do where no modifier reads it
     _decode_split_kernel[(programs, -(-spec.group // HEAD_TILE))](
-        _liftable(q, target),
+        _lifted(q, target),
         view.k,
         view.v,
         lane.layout.index.slots,
@@ -100,10 +101,10 @@ def decode_split(
         1.0 if spec.softcap is None else spec.softcap,
         q.stride(0),
         q.stride(1),
-        k_page,
+        view.k.stride(0),  # between pages; by slot, PAGE_SIZE is 1 and it goes unread
         view.k.stride(-3),
         view.k.stride(-2),
-        v_page,
+        view.v.stride(0),
         view.v.stride(-3),
         view.v.stride(-2),
         bias.stride(0),
@@ -118,7 +119,8 @@ def split_constants(
     *, spec: AttentionSpec, view: KVView, target: Target, q_dtype: torch.dtype
 ) -> tuple[dict[str, object], dict[str, int]]:
     """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on."""
-    config = SplitConfig.choose(spec, target)
+    compute = _compute_dtype(q_dtype, view.k.dtype)
+    config = SplitConfig.choose(spec, target, fp32=compute == torch.float32)
     block_d, block_r = head_tiles(spec.qk_dim)
     constants: dict[str, object] = {
         "GROUP": spec.group,
@@ -135,7 +137,8 @@ def split_constants(
         "HAS_SOFTCAP": spec.softcap is not None,
         "TEMPERATURE_LEN": spec.temperature_len or 0,
         "MOD": None if spec.mod is None else spec.mod.triton,
-        "COMPUTE": _compute_dtype(q_dtype, view.k.dtype, target),
+        # numpy knows no bf16: dots of such tiles would be silently wrong in the interpreter.
+        "COMPUTE": tl.float32 if target.kind == "interpreter" else _TL_DTYPES[compute],
     }
     return constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
@@ -199,15 +202,12 @@ def merge_constants(*, spec: AttentionSpec, has_lse: bool) -> dict[str, object]:
     }
 
 
-def _compute_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype, target: Target) -> object:
-    """Return what tiles are cast to before a dot: q's dtype, or the pool's where that is wider; fp8 is always lifted."""
-    if target.kind == "interpreter":
-        return tl.float32  # numpy knows no bf16: dots of such tiles would be silently wrong
-    wide = q_dtype if kv_dtype == torch.float8_e4m3fn else torch.promote_types(q_dtype, kv_dtype)
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[wide]
+def _compute_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
+    """Return what tiles are cast to before a dot: q's dtype, or the pool's where wider; fp8 is always lifted."""
+    return q_dtype if kv_dtype == torch.float8_e4m3fn else torch.promote_types(q_dtype, kv_dtype)
 
 
-def _liftable(q: Tensor, target: Target) -> Tensor:
+def _lifted(q: Tensor, target: Target) -> Tensor:
     return q.float() if target.kind == "interpreter" else q
 
 
