@@ -1,0 +1,148 @@
+"""A picture: a way of drawing that can be asked for a figure, an SVG, a PNG or a web page, in either theme."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pathlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from attnlab.plots.style import THEMES, Theme, styled, theme_of
+
+PNG_DPI = 156
+PORTABLE = "Arial, Helvetica, 'Liberation Sans', 'DejaVu Sans', sans-serif"
+"""The fonts that an SVG asks for: the reader's machine need not have those of the machine that drew it."""
+HINT = "hint:"
+"""A matplotlib artist whose gid begins so shows the rest of it where the mouse rests on it (SVG, HTML)."""
+
+# Without these matplotlib writes an RDF block with the date and addresses of its own.
+_NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8"/>
+<meta name="viewport" content="width=device-width, initial-scale=1"/>
+<meta name="color-scheme" content="light dark"/>
+<title>{title}</title>
+<style>
+body {{ margin: 0; background: {light_paper} }}
+svg {{ display: block; max-width: 100%; height: auto; margin: 0 auto }}
+.dark {{ display: none }}
+@media screen and (prefers-color-scheme: dark) {{
+  body {{ background: {dark_paper} }}
+  .light {{ display: none }}
+  .dark {{ display: block }}
+}}
+</style>
+</head>
+<body>
+<div class="light">
+{light}</div>
+<div class="dark">
+{dark}</div>
+</body>
+</html>
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """What `show` returns. Notebooks display it as SVG, in `theme` unless a method is asked for another.
+
+    `draw` makes the figure in a theme; `title` is the sentence above the picture, `alt` says what is to be seen for
+    those who cannot see it.
+    """
+
+    draw: Callable[[Theme], Figure]
+    title: str
+    alt: str
+    theme: str = "light"
+
+    def __repr__(self) -> str:
+        return f"Picture({self.title!r})"
+
+    def figure(self, theme: str | None = None) -> Figure:
+        """Return a new matplotlib figure, free of pyplot."""
+        chosen = theme_of(theme or self.theme)
+        with styled(chosen):
+            return self.draw(chosen)
+
+    def to_svg(self, path: str | pathlib.Path | None = None, *, theme: str | None = None) -> str:
+        """Return the picture as SVG, and write it where a path is given.
+
+        The text depends on the data alone. It names nothing outside of itself, and its ids differ from those of
+        any other picture, so that it may stand beside others in one page.
+        """
+        svg = _clean(self._saved(theme, "svg", metadata=_NO_METADATA).decode(), self.title, self.alt)
+        if path is not None:
+            pathlib.Path(path).write_text(svg, encoding="utf-8")
+        return svg
+
+    def to_png(self, path: str | pathlib.Path | None = None, *, theme: str | None = None, dpi: int = PNG_DPI) -> bytes:
+        """Return the picture as PNG, and write it where a path is given."""
+        png = self._saved(theme, "png", dpi=dpi, metadata={"Title": self.title, "Software": None})
+        if path is not None:
+            pathlib.Path(path).write_bytes(png)
+        return png
+
+    def to_html(self, path: str | pathlib.Path | None = None) -> str:
+        """Return one page with the picture in both themes, and write it where a path is given.
+
+        The page shows the one that the reader's system prefers, and the light one on paper.
+        """
+        svgs = {name: self.to_svg(theme=name) for name in THEMES}
+        papers = {f"{name}_paper": theme.paper for name, theme in THEMES.items()}
+        html = _PAGE.format(title=escape(self.title), **svgs, **papers)
+        if path is not None:
+            pathlib.Path(path).write_text(html, encoding="utf-8")
+        return html
+
+    def _repr_svg_(self) -> str:
+        return self.to_svg()
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"image/svg+xml": self.to_svg(), "text/plain": repr(self)}
+
+    def _saved(self, theme: str | None, kind: str, **options: Any) -> bytes:
+        buffer = io.BytesIO()
+        figure = self.figure(theme)
+        with styled(theme_of(theme or self.theme)):  # hatches and the kind of text are settled while saving
+            figure.savefig(buffer, format=kind, **options)
+        return buffer.getvalue()
+
+
+def _clean(svg: str, title: str, alt: str) -> str:
+    """Return matplotlib's SVG as a good guest in someone else's page: described, with nothing that reaches outside."""
+    svg = svg[svg.index("<svg") :]
+    # Matplotlib styles "*", which would reach every element of the page that the picture is put into.
+    svg = re.sub(r"\s*<defs>\s*<style.*?</style>\s*</defs>", "", svg, count=1, flags=re.DOTALL)
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
+    svg = re.sub(rf'<g id="{HINT}([^"]*)">', r"<g><title>\1</title>", svg)
+    svg = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", svg)
+    svg = re.sub(r' (?:d|x|y)="[^"]*"', _rounded, svg)
+    svg = _own_ids(svg)
+    look = f"font-family: {PORTABLE}; stroke-linejoin: round; stroke-linecap: butt"
+    root = f' role="img" aria-label="{escape(f"{title}. {alt}")}" style="{look}">'
+    head, body = svg.split(">", 1)
+    return f"{head}{root}\n <title>{escape(title)}</title>\n <desc>{escape(alt)}</desc>{body}"
+
+
+def _rounded(attribute: re.Match[str]) -> str:
+    """Keep two decimals of coordinates: a hundredth of a point is not to be seen."""
+    return re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", attribute[0])
+
+
+def _own_ids(svg: str) -> str:
+    """Keep the ids that are referred to, and name them after the content; matplotlib calls every figure "figure_1"."""
+    digest = hashlib.sha256(svg.encode()).hexdigest()[:8]
+    used = dict.fromkeys(re.findall(r'(?:url\(|href=")#([^")]+)', svg))
+    names = {old: f"a{digest}-{i}" for i, old in enumerate(used)}
+    svg = re.sub(r'(url\(|href=")#([^")]+)', lambda m: f"{m[1]}#{names[m[2]]}", svg)
+    return re.sub(r' id="([^"]*)"', lambda m: f' id="{names[m[1]]}"' if m[1] in names else "", svg)

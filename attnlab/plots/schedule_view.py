@@ -1,0 +1,171 @@
+"""What a picture of split schedules shows, as plain numbers, and the sentence that it states."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from attnlab.checks import require
+from attnlab.plan.plans import DecodePlan, Lane
+from attnlab.plan.splits import HostSplits, SplitPlan
+from attnlab.plots.words import between, plural, short, times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleView:
+    """One way of cutting a batch: each request's ranges, and the programs that read them, as far as known.
+
+    `nominal` are the ranges asked for per request. `programs` are launched for each head tile, a range and KV head
+    each; those beyond the ranges return at once. `multiprocessors` gives the measure of an even share. None: not known.
+    """
+
+    name: str
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+    nominal: tuple[int, ...]
+    kv_heads: int | None = None
+    programs: int | None = None
+    multiprocessors: int | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            len(self.ranges) == len(self.nominal),
+            f"nominal: expected a number for each of {len(self.ranges)} requests, got {len(self.nominal)}",
+        )
+
+    @property
+    def lens(self) -> tuple[int, ...]:
+        """Keys per request."""
+        return tuple(mine[-1][1] if mine else 0 for mine in self.ranges)
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """Ranges that hold keys, per request."""
+        return tuple(len(mine) for mine in self.ranges)
+
+    @property
+    def total(self) -> int:
+        """Keys in the batch."""
+        return sum(end - start for mine in self.ranges for start, end in mine)
+
+    @property
+    def longest(self) -> tuple[int, int, int]:
+        """The longest range: keys, request, number within the request. The first of several; zeros if there is none."""
+        found = ((end - start, -r, -i) for r, mine in enumerate(self.ranges) for i, (start, end) in enumerate(mine))
+        keys, r, i = max(found, default=(0, 0, 0))
+        return keys, -r, -i
+
+    @property
+    def working(self) -> int | None:
+        """Programs that have keys."""
+        return None if self.kv_heads is None else self.kv_heads * sum(self.used)
+
+    @property
+    def spare(self) -> int | None:
+        """Programs launched for no range: buffers have a fixed size, the number of ranges has not."""
+        if self.programs is None or self.working is None:
+            return None
+        return self.programs - self.working
+
+
+def schedule_views(
+    x: DecodePlan | Lane | SplitPlan | HostSplits, *, name: str | None = None, multiprocessors: int | None = None
+) -> tuple[ScheduleView, ...]:
+    """Return what a picture shows of a plan: a view for each of its lanes. Waits for the device.
+
+    `name` replaces the policy's; `multiprocessors` lets the picture compare with an even share of the device.
+    """
+    match x:
+        case DecodePlan():
+            lanes = [schedule_views(lane, name=name, multiprocessors=multiprocessors)[0] for lane in x.lanes]
+            return tuple(_with_layers(view, x, i) for i, view in enumerate(lanes))
+        case Lane():
+            (view,) = schedule_views(x.splits, name=name, multiprocessors=multiprocessors)
+            return (replace(view, kv_heads=x.schedule.kv_heads, programs=x.schedule.programs),)
+        case SplitPlan():
+            return schedule_views(x.to_host(), name=name, multiprocessors=multiprocessors)
+        case HostSplits():
+            name = x.policy if name is None else name
+            return (ScheduleView(name=name, ranges=x.ranges, nominal=x.nominal, multiprocessors=multiprocessors),)
+
+
+def _with_layers(view: ScheduleView, plan: DecodePlan, lane: int) -> ScheduleView:
+    if len(plan.lanes) == 1:
+        return view
+    layers = [layer for layer, its in plan.lane_of_layer.items() if its == lane]
+    listed = ", ".join(map(str, layers[:4])) + (", …" if len(layers) > 4 else "")
+    return replace(view, name=f"{view.name}, layers {listed}")
+
+
+def distinct(views: Iterable[ScheduleView]) -> list[ScheduleView]:
+    """Return the views under names that can be told apart, short enough for a title."""
+    views = [replace(view, name=short(view.name)) for view in views]
+    times_met, seen = Counter(view.name for view in views), Counter[str]()
+    named = []
+    for view in views:
+        seen[view.name] += 1
+        name = f"{view.name} ({seen[view.name]})" if times_met[view.name] > 1 else view.name
+        named.append(replace(view, name=name))
+    return named
+
+
+def statement(views: Sequence[ScheduleView]) -> str:
+    """Return the picture's title: what is true of these schedules, with the number that proves it."""
+    if not any(view.ranges for view in views):
+        return "There is no request in the batch, so there is nothing to read"
+    if not any(view.total for view in views):
+        return "No request in the batch has a key, so there is nothing to read"
+    return _alone(views[0]) if len(views) == 1 else _compared(views)
+
+
+def _alone(view: ScheduleView) -> str:
+    longest, ranges = view.longest[0], sum(view.used)
+    if ranges == 1:
+        return f"Under {view.name} one range holds all {plural(longest, 'key')}: nothing is cut"
+    holds = f"Under {view.name} the longest of {ranges:,} ranges holds {plural(longest, 'key')}"
+    even = even_share(view)
+    if even is not None:
+        measure = "within" if longest <= even else times(longest / even)
+        return f"{holds}, {measure} an even share of {plural(view.multiprocessors or 1, 'multiprocessor')}"
+    if longest * ranges == view.total:
+        return f"Under {view.name} each of {ranges:,} ranges holds {plural(longest, 'key')}"
+    ratio = longest * ranges / view.total
+    return f"{holds}, {times(ratio)} the average" if ratio >= 1.05 else f"{holds}, hardly more than the average"
+
+
+def even_share(view: ScheduleView) -> float | None:
+    """Return the keys (of one KV head) that each multiprocessor reads if all read alike; None where not known."""
+    if view.kv_heads is None or view.multiprocessors is None:
+        return None
+    return view.total * view.kv_heads / view.multiprocessors
+
+
+def _compared(views: Sequence[ScheduleView]) -> str:
+    ordered = sorted(views, key=lambda view: view.longest[0])
+    least, most = ordered[0], ordered[-1]
+    low, high = least.longest[0], most.longest[0]
+    if low == high:
+        names = " and ".join(view.name for view in views) if len(views) == 2 else f"all {len(views)} schedules"
+        return f"The longest range holds {plural(high, 'key')} under {names} alike"
+    factor = f", a factor of {high / low:,.0f}" if low and high >= 9.5 * low else ""
+    if low and 1.05 * low <= high < 9.5 * low:
+        factor = f", a factor of {high / low:.1f}"
+    if len(views) == 2:
+        return f"The longest range holds {plural(high, 'key')} under {most.name} and {low:,} under {least.name}{factor}"
+    return f"The longest range holds from {low:,} keys under {least.name} to {high:,} under {most.name}{factor}"
+
+
+def in_words(views: Sequence[ScheduleView]) -> str:
+    """Return what the picture shows, for those who cannot see it."""
+    return " ".join(f"{view.name}: {_one_in_words(view)}." for view in views)
+
+
+def _one_in_words(view: ScheduleView) -> str:
+    if not view.total:
+        return f"{plural(len(view.ranges), 'request')} without a key"
+    keys, r, _ = view.longest
+    spare = f", {plural(view.spare, 'program')} launched for no range" if view.spare else ""
+    return (
+        f"{plural(len(view.ranges), 'request')} of {between(view.lens, 'key')} in {plural(sum(view.used), 'range')}, "
+        f"{between(view.used, 'range')} a request; the longest, {plural(keys, 'key')}, in request {r}{spare}"
+    )

@@ -1,0 +1,82 @@
+"""`show(x)` draws whatever it is given: the kind of picture follows from the type of x."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
+
+from attnlab.plots.picture import Picture
+from attnlab.plots.style import theme_of
+from attnlab.registry import Registry
+
+Draw = TypeVar("Draw", bound=Callable[..., Picture])
+
+
+class Show:
+    """The one instance is `show`; `show.register(type)` adds a kind of picture, from a notebook's cell as well."""
+
+    def __init__(self) -> None:
+        self._draws: Registry[Callable[..., Picture]] = Registry("picture")
+
+    def __call__(self, *xs: object, theme: str = "light") -> Picture:
+        """Return a picture of a value, or one picture that compares several of one kind.
+
+        `theme` is "light" or "dark": what a notebook displays, and the default of the picture's exports.
+        """
+        theme_of(theme)
+        if not xs:
+            raise TypeError(f"show: expected {self._known()}, got nothing")
+        draws = {self._draw_of(x): type(x).__name__ for x in xs}
+        if len(draws) > 1:
+            raise TypeError(f"show: one picture compares values of one kind, got {' and '.join(draws.values())}")
+        (draw,) = draws
+        return dataclasses.replace(draw(*xs), theme=theme)
+
+    def register(self, *types: type) -> Callable[[Draw], Draw]:
+        """Register a function that makes a Picture of one or more values of these types; subclasses included.
+
+        >>> from attnlab.plots.style import canvas, header
+        >>> class Dice:
+        ...     eyes = 6
+        >>> @show.register(Dice)
+        ... def dice(*all_dice: Dice) -> Picture:
+        ...     title = f"The dice show {sum(d.eyes for d in all_dice)}"
+        ...     def draw(theme):
+        ...         figure = canvas(height=1.2)
+        ...         header(figure, theme, title, "Nothing else is to be seen.")
+        ...         return figure
+        ...     return Picture(draw=draw, title=title, alt=title)
+        >>> show(Dice(), Dice())
+        Picture('The dice show 12')
+        """
+
+        def add(draw: Draw) -> Draw:
+            for kind in types:
+                self._draws.add(_name(kind), draw, owner=draw.__module__)
+            return draw
+
+        return add
+
+    def types(self) -> list[str]:
+        """Return the names of the types that can be shown."""
+        return [name.rpartition(".")[2] for name in self._draws.names()]
+
+    def _draw_of(self, x: object) -> Callable[..., Picture]:
+        known = self._draws.names()
+        for kind in type(x).__mro__:
+            if _name(kind) in known:
+                return self._draws.get(_name(kind))
+        raise TypeError(f"show: expected {self._known()}, got {type(x).__name__}")
+
+    def _known(self) -> str:
+        return f"one of {', '.join(self.types())}"
+
+
+def _name(kind: type) -> str:
+    # By name, so that a notebook's cell that defines a type and registers it can be run again.
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+show = Show()
+"""Draw a value, or several of one kind to compare them: `show(plan)`, `show(plan_a, plan_b, theme="dark")`."""

@@ -1,0 +1,83 @@
+"""How numbers and names are written in titles, labels and captions: rounded, but never into a lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def plural(count: int, noun: str) -> str:
+    """Return the count with its noun.
+
+    >>> plural(1, "key"), plural(15776, "key")
+    ('1 key', '15,776 keys')
+    """
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def times(ratio: float) -> str:
+    """Return a ratio with about two digits.
+
+    >>> times(1.84), times(61.6)
+    ('1.8×', '62×')
+    """
+    return f"{ratio:.1f}×" if ratio < 9.95 else f"{ratio:,.0f}×"
+
+
+def share(x: float) -> str:
+    """Return a share as a percentage. Nothing but all is 100%, nothing but nothing is 0%; more than all is allowed.
+
+    >>> [share(x) for x in (0.0, 0.0002, 0.002, 0.844, 0.9971, 0.99999, 1.0, 1.53)]
+    ['0%', '<0.1%', '0.2%', '84%', '99.7%', '>99.9%', '100%', '153%']
+    """
+    if x in (0.0, 1.0):
+        return f"{x:.0%}"
+    if x < 0.0005:
+        return "<0.1%"
+    if 0.9995 <= x < 1:
+        return ">99.9%"
+    return f"{x:.1%}" if x < 0.0095 or 0.995 <= x < 1 else f"{x:.0%}"
+
+
+def signed(x: float, digits: int = 1) -> str:
+    """Return a number with a real minus sign.
+
+    >>> signed(-2.81)
+    '−2.8'
+    """
+    return f"{x:.{digits}f}".replace("-", "−")
+
+
+def two_digits(x: float) -> str:
+    """Return a number with two digits that count.
+
+    >>> [two_digits(x) for x in (0.0603, 4.02, 11.2, 153.0)]
+    ['0.060', '4.0', '11', '153']
+    """
+    return f"{x:,.0f}" if x >= 99.5 else f"{x:#.2g}".rstrip(".")
+
+
+def short(name: str, most: int = 36) -> str:
+    """Return a name that someone else chose, cut to `most` characters."""
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def key_label(keys: int) -> str:
+    """Return a key position for an axis.
+
+    >>> [key_label(k) for k in (0, 250, 4000, 1_500_000)]
+    ['0', '250', '4k', '1.5M']
+    """
+    for unit, letter in ((1_000_000, "M"), (1_000, "k")):
+        if keys >= unit:
+            return f"{keys / unit:g}{letter}"
+    return str(keys)
+
+
+def between(values: Sequence[int], noun: str) -> str:
+    """Return the range of some counts.
+
+    >>> between([188, 9, 3267], "key"), between([1, 1], "range")
+    ('9 to 3,267 keys', '1 range')
+    """
+    low, high = min(values), max(values)
+    return plural(low, noun) if low == high else f"{low:,} to {plural(high, noun)}"

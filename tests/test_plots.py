@@ -1,0 +1,514 @@
+"""Pictures: titles are true, files stand alone, text is legible, colours can be told apart, and no batch breaks one."""
+
+import re
+import time
+import xml.etree.ElementTree as ElementTree
+from functools import cache
+from itertools import combinations
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from attnlab.batch import DecodeBatch, HostLens
+from attnlab.inspect.merge import MergeSteps
+from attnlab.inspect.workbench import workbench
+from attnlab.plan.index import KVIndex
+from attnlab.plan.layout import KVLayout
+from attnlab.plan.plans import DecodePlan, Lane
+from attnlab.plan.policies.seed import Seed
+from attnlab.plan.policies.static import Static
+from attnlab.plan.policies.tile import Tile
+from attnlab.plan.schedule import Schedule
+from attnlab.plan.splits import HostSplits, SplitContext, SplitPolicy, offsets_of, splits_of_sizes
+from attnlab.plots import style
+from attnlab.plots.key_axis import KeyAxis
+from attnlab.plots.lse_merge import lse_merge
+from attnlab.plots.merge_view import MergeView
+from attnlab.plots.picture import Picture
+from attnlab.plots.schedule_panel import Panel
+from attnlab.plots.schedule_view import ScheduleView, schedule_views
+from attnlab.plots.show import show
+from attnlab.plots.split_schedule import split_schedule
+
+SKEWED = (1020, 3267, 188, 2394, 126_195, 396, 13_203, 1130, 964, 4089, 22_648, 6909)
+MANY = tuple(1 + (7919 * i * i) % 9000 for i in range(64))
+
+
+def lane(policy: SplitPolicy, lens: tuple[int, ...], *, kv_heads: int = 8) -> Lane:
+    """Return a lane of a batch that nobody has the keys of: pictures look at the integers alone."""
+    device = torch.tensor(lens, dtype=torch.int32)
+    ctx = SplitContext(
+        heads=4 * kv_heads, kv_heads=kv_heads, v_dim=64, mla=False, context_len=1 << 21, multiprocessors=132
+    )
+    bounds = policy.bounds(bound_max=max(lens, default=0), ctx=ctx)
+    sizes = policy.sizes(device, ctx)
+    splits = splits_of_sizes(sizes, device, policy=policy.name, bounds=bounds, total=sum(lens))
+    slots = torch.zeros(sum(lens), dtype=torch.int64)
+    return Lane(
+        layout=KVLayout.full(KVIndex(indptr=offsets_of(device), slots=slots, space="pool")),
+        splits=splits,
+        schedule=Schedule.one_range_a_program(splits, kv_heads=kv_heads),
+        write_slots=torch.zeros(len(lens), dtype=torch.int64),
+    )
+
+
+def merge(lse: list[float], *, size: int = 32, dim: int = 8, title: str = "layer 0, head 0, request 0") -> MergeSteps:
+    """Return a merge of splits that are so loud; their partial outputs grow longer and turn."""
+    generator = torch.Generator().manual_seed(len(lse))
+    outputs = torch.randn(len(lse), dim, generator=generator, dtype=torch.float64)
+    return MergeSteps(
+        title=title,
+        ranges=tuple((size * i, size * (i + 1)) for i in range(len(lse))),
+        lse=torch.tensor(lse, dtype=torch.float64),
+        outputs=outputs * torch.linspace(0.2, 3.0, len(lse), dtype=torch.float64)[:, None],
+    )
+
+
+def bumpy(count: int) -> list[float]:
+    """Return LSEs with ups and downs, and a loud first split."""
+    return [6.0] + [float(3 * np.sin(1.7 * i) - 2) for i in range(1, count)]
+
+
+ODD_NAME = HostSplits(
+    policy="a $very$ odd_name & <long> one, of the kind that only a notebook's cell brings forth",
+    ranges=(((0, 5), (5, 9)), ((0, 100),), ()),
+    nominal=(2, 1, 0),
+)
+PICTURES = {
+    "skewed": lambda: show(lane(Seed(), SKEWED)),
+    "compared": lambda: show(lane(Seed(), SKEWED), lane(Tile(), SKEWED)),
+    "three": lambda: show(*(lane(Static(splits=n), SKEWED[:5]) for n in (1, 4, 40))),
+    "rounded": lambda: show(lane(Static(), (257, 10, 0, 64, 33, 200))),
+    "no request": lambda: show(lane(Seed(), ())),
+    "no key": lambda: show(lane(Seed(), (0, 0, 0))),
+    "one key": lambda: show(lane(Seed(), (1,))),
+    "one request": lambda: show(lane(Seed(), (2048,))),
+    "a million": lambda: show(lane(Seed(max_splits=64), (1_000_000, 12, 300)), lane(Tile(), (1_000_000, 12, 300))),
+    "24 requests": lambda: show(lane(Seed(), MANY[:24])),
+    "25 requests": lambda: show(lane(Tile(), MANY[:25])),
+    "4,096 requests": lambda: show(lane(Seed(), MANY * 64)),
+    "odd name": lambda: show(ODD_NAME, ODD_NAME),
+    "device": lambda: show(*schedule_views(lane(Seed(), SKEWED), name="seed, cap 8", multiprocessors=132)),
+    "merge of 1": lambda: show(merge([1.5])),
+    "merge of 2": lambda: show(merge([-12.25, 0.5])),
+    "merge of 8": lambda: show(merge(bumpy(8)), merge([1.0] * 8)),
+    "merge of 12": lambda: show(merge(bumpy(12)), merge([-20.0] + [3.0] * 11)),
+    "merge of 64": lambda: show(merge(bumpy(64)), merge(bumpy(22))),
+    "merge of 300": lambda: show(merge(bumpy(300))),
+}
+
+
+@cache
+def svg_of(name: str, theme: str = "light") -> str:
+    """Return a picture as SVG, drawn once for all tests."""
+    return PICTURES[name]().to_svg(theme=theme)
+
+
+every_picture = pytest.mark.parametrize("name", PICTURES)
+
+
+def digits(text: str) -> list[float]:
+    """Return the numbers in a sentence."""
+    return [float(n.replace(",", "")) for n in re.findall(r"\d[\d,]*\.?\d*", text)]
+
+
+# ---------------------------------------------------------------- titles
+
+
+def test_the_title_of_one_schedule_is_true():
+    title = show(lane(Seed(), SKEWED)).title
+    sizes = [end - start for mine in lane(Seed(), SKEWED).splits.to_host().ranges for start, end in mine]
+    count, longest, ratio = digits(title)
+    assert (count, longest) == (len(sizes), max(sizes))
+    assert ratio == pytest.approx(max(sizes) / (sum(sizes) / len(sizes)), abs=0.05)
+
+
+def test_the_title_compares_with_an_even_share_where_the_device_is_known():
+    (view,) = schedule_views(lane(Seed(), SKEWED), multiprocessors=132)
+    count, longest, ratio, multiprocessors = digits(show(view).title)
+    assert multiprocessors == 132
+    assert ratio == pytest.approx(longest * 132 / (sum(SKEWED) * 8), abs=0.05)
+    (fine,) = schedule_views(lane(Tile(), SKEWED), multiprocessors=132)
+    assert "within an even share" in show(fine).title
+    assert sum(SKEWED) * 8 >= 256 * 132
+
+
+def test_the_title_of_two_schedules_compares_their_longest_ranges():
+    title = show(lane(Tile(), SKEWED), lane(Seed(), SKEWED)).title
+    assert title == "The longest range holds 15,776 keys under seed and 256 under tile, a factor of 62"
+    assert max(b - a for mine in lane(Seed(), SKEWED).splits.to_host().ranges for a, b in mine) == 15_776
+    assert round(15_776 / 256) == 62
+
+
+@pytest.mark.parametrize(
+    ("views", "title"),
+    [
+        ([lane(Seed(), ())], "There is no request in the batch, so there is nothing to read"),
+        ([lane(Seed(), (0, 0))], "No request in the batch has a key, so there is nothing to read"),
+        ([lane(Static(splits=1), (7,))], "Under static one range holds all 7 keys: nothing is cut"),
+        ([lane(Seed(), (2048,))], "Under seed each of 8 ranges holds 256 keys"),
+        (
+            [lane(Tile(), (2048, 255))],
+            "Under tile the longest of 9 ranges holds 256 keys, hardly more than the average",
+        ),
+        (
+            [lane(Seed(), (257,)), lane(Static(), (257,))],
+            "The longest range holds 64 keys under seed and static alike",
+        ),
+        (
+            [lane(Static(splits=n), (4096,)) for n in (1, 2, 4)],
+            "The longest range holds from 1,024 keys under static (3) to 4,096 under static (1), a factor of 4.0",
+        ),
+    ],
+)
+def test_titles_of_particular_batches(views, title):
+    assert show(*views).title == title
+
+
+@given(st.lists(st.lists(st.integers(1, 300), max_size=6), max_size=5))
+def test_the_title_never_understates_the_longest_range(sizes):
+    ranges = tuple(
+        tuple(zip(ends[:-1], ends[1:], strict=True)) for ends in (np.cumsum([0, *mine]).tolist() for mine in sizes)
+    )
+    view = ScheduleView(name="mine", ranges=ranges, nominal=tuple(map(len, ranges)))
+    everything = [size for mine in sizes for size in mine]
+    title = split_schedule(view).title
+    if everything:
+        assert plural_keys(max(everything)) in title or plural_keys(sum(everything)) in title
+        assert ("the longest of" in title) == (len(set(everything)) > 1)
+    else:
+        assert "nothing to read" in title
+
+
+def plural_keys(count: int) -> str:
+    return f"{count:,} key" + ("" if count == 1 else "s")
+
+
+@pytest.mark.parametrize("last", [2.5, 5.0])
+def test_the_title_of_a_merge_is_true(last):
+    steps = merge([4.0, 0.0, 0.5, 1.0, 0.5, 0.0, 0.5, last])
+    title = show(steps).title
+    weights = torch.softmax(steps.lse, 0)
+    partial = (weights[:, None] * steps.outputs).cumsum(0) / weights.cumsum(0)[:, None]
+    distance = (partial - partial[-1]).norm(dim=1) / partial[-1].norm()
+    split, weight, off, until = digits(title)
+    assert split == 1 + weights.argmax()
+    assert weight == pytest.approx(100 * weights.max(), abs=0.5)
+    assert off == pytest.approx(100 * distance[int(until) - 2], abs=0.5)
+    assert (distance[int(until) - 1 :] <= 0.10).all()
+    assert ("yet" in title) == (until != split)
+
+
+def test_a_merge_without_a_heavy_split_does_not_claim_one():
+    steps = merge([0.0] * 5)
+    assert show(steps).title.startswith("The heaviest of 5 splits holds 20% of the weight; the answer is ")
+
+
+def test_two_merges_are_titled_by_the_surprise_or_else_compared():
+    loud, even = merge([4.0, 0.0, 1.0, 2.5]), merge([0.0] * 4)
+    assert show(even, loud).title.startswith("Right: split 1 holds ")
+    assert show(even, even).title == "The heaviest split holds 25% of the weight on the left and on the right"
+
+
+def test_a_merge_of_zero_outputs_says_so_instead_of_dividing_by_zero():
+    steps = MergeSteps(title="nought", ranges=((0, 2), (2, 4)), lse=torch.zeros(2), outputs=torch.zeros(2, 4))
+    picture = show(steps)
+    assert picture.title.endswith("the answer is zero")
+    assert "no share of it is defined" in picture.to_svg()
+
+
+def test_a_masked_split_is_absent_and_the_others_keep_their_numbers():
+    view = MergeView.of(merge([2.0, float("-inf"), 1.0]))
+    assert (view.number, view.keys) == ((1, 3), (32, 32))
+    assert view.weight.sum() == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="every score is masked"):
+        show(merge([float("-inf")]))
+
+
+# ---------------------------------------------------------------- exports
+
+
+@every_picture
+def test_an_svg_stands_alone(name):
+    picture, svg = PICTURES[name](), svg_of(name)
+    root = ElementTree.fromstring(svg)
+    assert (root[0].text, root[1].text) == (picture.title, picture.alt)
+    assert root.get("aria-label") == f"{picture.title}. {picture.alt}"
+    assert "<metadata" not in svg and "<!DOCTYPE" not in svg and "<style" not in svg
+    assert set(re.findall(r'(\S+)="https?://', svg)) <= {"xmlns", "xmlns:xlink"}
+    assert svg.count("http") == len(re.findall(r'xmlns(?::xlink)?="http', svg))
+    assert len(svg) < 120_000
+
+
+@every_picture
+def test_an_svg_has_no_id_but_those_that_it_refers_to(name):
+    ids = re.findall(r' id="([^"]*)"', svg_of(name))
+    assert len(set(ids)) == len(ids)
+    assert set(ids) == set(re.findall(r'(?:href="|url\()#([^")]*)', svg_of(name)))
+
+
+def test_ids_differ_from_picture_to_picture():
+    some = [("compared", "light"), ("compared", "dark"), ("merge of 8", "light"), ("24 requests", "light")]
+    ids = [i for name, theme in some for i in re.findall(r' id="([^"]*)"', svg_of(name, theme))]
+    assert len(set(ids)) == len(ids) > 10
+
+
+@pytest.mark.parametrize("name", ["compared", "merge of 8", "24 requests", "odd name"])
+def test_an_svg_is_the_same_each_time(name):
+    assert PICTURES[name]().to_svg() == svg_of(name)
+
+
+def test_a_page_holds_both_themes_and_needs_no_network():
+    picture = PICTURES["compared"]()
+    page = picture.to_html()
+    assert ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>")).find("body") is not None
+    assert svg_of("compared", "light") in page and svg_of("compared", "dark") in page
+    assert "prefers-color-scheme: dark" in page
+    outside = re.sub(r'xmlns(:xlink)?="[^"]*"', "", page)
+    assert not re.search(r"https?:|//|@import|<script|<link|url\((?!#)|src=", outside)
+
+
+def test_files_hold_what_the_methods_return(tmp_path):
+    picture = PICTURES["merge of 2"]()
+    svg, html = picture.to_svg(tmp_path / "a.svg"), picture.to_html(str(tmp_path / "a.html"))
+    png = picture.to_png(tmp_path / "a.png", dpi=50)
+    assert (tmp_path / "a.svg").read_text(encoding="utf-8") == svg
+    assert (tmp_path / "a.html").read_text(encoding="utf-8") == html
+    assert (tmp_path / "a.png").read_bytes() == png
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_notebooks_get_the_theme_that_was_asked_for():
+    steps = merge(bumpy(3))
+    for theme in ("light", "dark"):
+        picture = show(steps, theme=theme)
+        bundle = picture._repr_mimebundle_()
+        assert bundle["image/svg+xml"] == picture._repr_svg_() == picture.to_svg(theme=theme)
+        assert style.theme_of(theme).paper.lower() in bundle["image/svg+xml"]
+    assert show(steps).theme == "light"
+
+
+def test_pictures_neither_follow_nor_change_the_users_settings():
+    picture, plain = PICTURES["rounded"](), svg_of("rounded")
+    with matplotlib.rc_context({"font.size": 30, "axes.grid": True, "hatch.linewidth": 9, "svg.fonttype": "path"}):
+        before = dict(matplotlib.rcParams)
+        assert picture.to_svg() == plain
+        assert dict(matplotlib.rcParams) == before
+
+
+def test_text_in_an_svg_is_text_in_fonts_that_others_have():
+    svg = svg_of("odd name")
+    assert "a $very$ odd_name &amp; &lt;long&gt;" in svg
+    assert set(re.findall(r"font-family: ([^;]*);", svg)) == {
+        "Arial, Helvetica, 'Liberation Sans', 'DejaVu Sans', sans-serif"
+    }
+
+
+def test_the_mouse_finds_the_ranges_of_a_request():
+    svg = svg_of("one request")
+    assert "<title>r0: 2,048 keys in 8 ranges: 0–255, 256–511, " in svg
+
+
+# ---------------------------------------------------------------- legible text
+
+
+def written(figure: Figure) -> list[Text]:
+    """Return all text that is drawn."""
+    texts = [*figure.texts]
+    for ax in figure.axes:
+        texts += ax.texts
+        if ax.axison:
+            texts += [ax.title, ax.xaxis.label, ax.yaxis.label, *ax.get_xticklabels(), *ax.get_yticklabels()]
+    return [text for text in texts if text.get_visible() and text.get_text().strip()]
+
+
+def faults(figure: Figure) -> list[str]:
+    """Return what leaves the canvas, and what collides."""
+    figure.draw_without_rendering()
+    found, width, height = [], figure.bbox.width, figure.bbox.height
+    seen = [(text.get_text(), text.get_window_extent()) for text in written(figure)]
+    for words, box in seen:
+        if box.x0 < 0 or box.y0 < 0 or box.x1 > width or box.y1 > height:
+            found.append(f"{words!r} leaves the canvas")
+    for (words, a), (others, b) in combinations(seen, 2):
+        across, down = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
+        if across > 1.5 and down > 2.5:
+            found.append(f"{words!r} meets {others!r} ({across:.0f} x {down:.0f})")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("theme", "fonts"), [("light", style.FONTS), ("dark", style.FONTS[-1:])], ids=["light", "dark, widest font"]
+)
+@every_picture
+def test_no_text_collides_or_leaves_the_canvas(name, theme, fonts, monkeypatch):
+    monkeypatch.setattr(style, "FONTS", fonts)
+    assert not faults(PICTURES[name]().figure(theme))
+
+
+def test_the_lint_finds_what_is_wrong():
+    with style.styled(style.LIGHT):
+        figure = style.canvas(1.0)
+        style.write(figure, 0.5, 0.5, "one")
+        style.write(figure, 0.6, 0.5, "two")
+        style.write(figure, 8.9, 0.8, "three")
+        assert [fault.split(" (")[0] for fault in faults(figure)] == ["'three' leaves the canvas", "'one' meets 'two'"]
+
+
+# ---------------------------------------------------------------- colours
+
+# Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
+VISION = {
+    "all": np.eye(3),
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+# Ottosson (2020): linear RGB to OKLab.
+TO_CONES = [
+    [0.4122214708, 0.5363325363, 0.0514459929],
+    [0.2119034982, 0.6806995451, 0.1073969566],
+    [0.0883024619, 0.2817188376, 0.6299787005],
+]
+TO_LAB = [
+    [0.2104542553, 0.7936177850, -0.0040720468],
+    [1.9779984951, -2.4285922050, 0.4505937099],
+    [0.0259040371, 0.7827717662, -0.8086757660],
+]
+both_themes = pytest.mark.parametrize("theme", [style.LIGHT, style.DARK], ids=lambda theme: theme.name)
+
+
+def oklab(color: str, vision: str) -> np.ndarray:
+    rgb = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    return np.array(TO_LAB) @ np.cbrt(np.array(TO_CONES) @ np.clip(np.array(VISION[vision]) @ linear, 0, 1))
+
+
+@both_themes
+@pytest.mark.parametrize("vision", VISION)
+def test_requests_can_be_told_apart_with_any_colour_vision(theme, vision):
+    labs = [oklab(color, vision) for color in theme.requests]
+    assert len(labs) == 12
+    assert min(np.linalg.norm(a - b) for a, b in combinations(labs, 2)) >= 0.08
+
+
+@both_themes
+def test_text_stands_out_from_the_paper_and_from_fills(theme):
+    assert style.contrast(theme.ink, theme.paper) >= 12
+    assert style.contrast(theme.soft, theme.paper) >= 4.5
+    assert style.contrast(theme.accent, theme.paper) >= 4.5
+    for color in theme.requests:
+        assert style.contrast(style.text_on(color), color) >= 4.5
+        for need in (3.0, 4.5):
+            assert style.contrast(style.ink_of(color, theme, need), theme.paper) >= need
+
+
+def test_a_thirteenth_request_differs_by_its_hatch():
+    looks = {(style.LIGHT.request(r), style.LIGHT.hatch(r)) for r in range(48)}
+    assert len(looks) == 48
+    assert {style.LIGHT.hatch(r) for r in range(12)} == {""}
+
+
+# ---------------------------------------------------------------- what is drawn
+
+
+def test_programs_are_counted_as_launched():
+    launched = lane(Static(), (257, 10))
+    (view,) = schedule_views(launched)
+    live = int((launched.schedule.segments[:, 2] < launched.schedule.segments[:, 3]).sum())
+    assert (view.working, view.spare) == (live, launched.schedule.programs - live)
+    assert f"= {live} programs with keys, {view.spare} launched empty" in show(launched).to_svg()
+    assert (view.nominal, view.used) == ((8, 8), (5, 1))
+
+
+def test_of_many_requests_the_longest_keep_a_row_in_batch_order():
+    (view,) = schedule_views(lane(Seed(), MANY))
+    panel = Panel.of(view)
+    assert list(panel.rows) == sorted(panel.rows) and len(panel.rows) == 8
+    assert min(MANY[r] for r in panel.rows) >= max(MANY[r] for r in panel.folded)
+    assert sorted(panel.rows + panel.folded) == list(range(64))
+    assert "56 others" in show(view).to_svg()
+
+
+def test_every_range_is_a_block_unless_it_is_too_fine_to_be_seen():
+    def blocks(picture: Picture) -> int:
+        patches = (patch for ax in picture.figure().axes for patch in ax.patches)
+        paths = [patch.get_path() for patch in patches if str(patch.get_gid()).startswith("hint:")]
+        return sum(int((path.codes == path.MOVETO).sum()) for path in paths)
+
+    assert blocks(show(lane(Seed(), SKEWED))) == 20
+    assert blocks(show(lane(Tile(), (1_000_000,)))) == 1  # 3,907 of them
+
+
+@given(st.lists(st.integers(0, 2_000_000), max_size=8))
+def test_the_key_axis_keeps_order_and_labels_what_it_shows(lens):
+    axis = KeyAxis.of(lens)
+    keys = np.unique([0, *lens, axis.top])
+    at = axis.at(keys)
+    assert at[0] == 0 and at[-1] == 1 and (np.diff(at) > 0).all()
+    ticks = axis.ticks()
+    assert ticks == sorted(set(ticks)) and 2 <= len(ticks) <= 12 and ticks[-1] <= axis.top
+    *_, second, longest = [0, 0, *sorted(lens)]
+    assert (axis.knee is not None) == (0 < 4 * second <= longest)
+    assert axis.squeeze == 1 or axis.squeeze > 1.2
+
+
+def test_plans_with_several_lanes_name_their_layers():
+    lanes = (lane(Seed(), (300, 20)), lane(Tile(), (300, 20)))
+    lens = HostLens.of([300, 20], device=torch.device("cpu"))
+    batch = DecodeBatch(rows=torch.tensor([0, 1]), seq=lens)
+    plan = DecodePlan(batch=batch, lanes=lanes, lane_of_layer={i: i % 2 for i in range(12)}, epoch=0)
+    names = [view.name for view in schedule_views(plan)]
+    assert names == ["seed, layers 0, 2, 4, 6, …", "tile, layers 1, 3, 5, 7, …"]
+    assert len(show(plan).figure().axes) == 4
+
+
+def test_a_workbench_can_be_looked_at():
+    wb = workbench("SmolLM2-135M", lens=[96, 40], policy="static", engine="eager")
+    assert show(wb.plan()).title.startswith("Under static ")
+    assert show(wb.plan().lane(0).splits).title == show(wb.plan().lane(0).splits.to_host()).title
+    assert "layer 0, head 1, request 0" in show(wb.merge(0, request=0, head=1)).to_svg()
+
+
+# ---------------------------------------------------------------- show
+
+
+def test_show_says_what_it_can_show():
+    for wrong in ((3,), (), (Seed(),)):
+        with pytest.raises(TypeError, match="^show: expected one of .*, got ") as caught:
+            show(*wrong)
+        assert all(name in str(caught.value) for name in ("DecodePlan", "Lane", "HostSplits", "MergeSteps"))
+    with pytest.raises(TypeError, match="one kind, got Lane and MergeSteps"):
+        show(lane(Seed(), (5,)), merge([0.0]))
+    with pytest.raises(ValueError, match="theme: expected one of light, dark, got 'blue'"):
+        show(merge([0.0]), theme="blue")
+    with pytest.raises(ValueError, match="at most 2 merges, got 3"):
+        lse_merge(*[merge([0.0])] * 3)
+
+
+def test_a_notebook_may_register_a_type_and_run_its_cell_again():
+    for words in ("first", "second"):
+
+        class Mine:
+            pass
+
+        @show.register(Mine)
+        def mine(*xs: Mine, words: str = words) -> Picture:
+            return Picture(draw=lambda theme: style.canvas(1.0), title=f"{words} {len(xs)}", alt="")
+
+        assert show(Mine(), Mine()).title == f"{words} 2"
+    assert "Mine" in show.types()
+
+
+@pytest.mark.parametrize("name", ["compared", "merge of 8"])
+def test_redraw_time_is_reported(name, record_property):
+    picture, start = PICTURES[name](), time.perf_counter()
+    picture.to_png()
+    record_property("redraw_seconds", round(time.perf_counter() - start, 3))
+    record_property("svg_bytes", len(svg_of(name).encode()))
