@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -21,6 +21,7 @@ MAX_LEN = 2**30
 """Tokens of a request, and of a batch. Offsets are int32; half of their range leaves room for rounding up."""
 
 
+@runtime_checkable
 class Lens(Protocol):
     """Lengths of a batch's requests, in tokens."""
 

@@ -85,6 +85,23 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
         attnlab.Backend  # noqa: B018
 
 
+def test_annotated_axes_hold_when_batches_are_planned_and_decoded() -> None:
+    code = """
+from jaxtyping import install_import_hook
+rooms = ["attnlab.batch", "attnlab.memory", "attnlab.plan", "attnlab.eager"]
+with install_import_hook(rooms, "beartype.beartype"):
+    import attnlab
+    from attnlab.backend import AttentionBackend
+for policy in ("seed", "static", "tile"):
+    for lens in ([70, 0, 5], [0], [257]):
+        wb = attnlab.workbench("SmolLM2-135M", lens=lens, policy=policy, engine="eager", page_size=2)
+        plan = wb.plan()
+        plan.validate(num_slots=wb.pool.num_slots)
+        assert wb.decode(18, plan).shape == (len(lens), 9, 64)
+"""
+    assert python(code) == ""
+
+
 def _unset(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in SETTINGS:
         monkeypatch.delenv(variable, raising=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -85,6 +85,7 @@ class KVView:
         )
 
 
+@runtime_checkable
 class KVPool(Protocol):
     """Stores keys and values of every layer that has them. Layers are counted by their place in the pool."""
 

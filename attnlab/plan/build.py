@@ -7,7 +7,7 @@ by host numbers that the lengths carry.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, assert_never
+from typing import Protocol, assert_never, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -34,6 +34,7 @@ from attnlab.plan.splits import (
 from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec
 
 
+@runtime_checkable
 class PlanOps(Protocol):
     """The device functions that planning needs; each engine brings its own."""
 
