@@ -170,7 +170,7 @@ def _draw_loudness(ax: Axes, theme: Theme, column: Column) -> None:
     above = [i for i in _on_top(column, shown) if view.total_lse - view.lse[i] < NEAR_LINE * unit]
     for i in _on_top(column, shown):
         y = view.total_lse + 0.04 * unit if i in above else view.lse[i] + 0.06 * unit
-        ax.text(i, y, signed(float(view.lse[i])), ha="center", va="bottom", size=SIZE["note"], weight=_weight(view, i))
+        _write_value(ax, i, y, signed(float(view.lse[i])), va="bottom", weight=_weight(view, i))
     # The name of the line stands on it where no label is in the way, else higher.
     last = column.limits[1]
     free = not any((last - i) * column.pitch < 1.25 for i in above)
@@ -190,8 +190,7 @@ def _draw_weights(ax: Axes, theme: Theme, column: Column, *, first: bool) -> Non
     shown = _labelled(column)
     for i in _on_top(column, shown):
         weight = float(view.weight[i])
-        size = SIZE["note" if weight >= 0.0095 else "small"]
-        ax.text(i, weight + 0.03 * top, share(weight), ha="center", va="bottom", size=size, weight=_weight(view, i))
+        _write_value(ax, i, weight + 0.03 * top, share(weight), va="bottom", weight=_weight(view, i))
     _number_splits(ax, view, shown)
     below = -0.215 * top
     for i in shown:
@@ -241,8 +240,14 @@ def _label_distance(ax: Axes, column: Column, distance: Numbers, i: int, taken: 
     if not stated and (meets or y < 0.08):
         return
     taken.append((x, y))
-    look: dict[str, Any] = {"weight": "bold" if stated else "normal", "size": SIZE["note"]}
-    ax.text(x, max(y, 0.08) * unit, off(float(distance[i])), ha="center", va="center", **look)
+    weight = "bold" if stated else "normal"
+    _write_value(ax, x, max(y, 0.08) * unit, off(float(distance[i])), va="center", weight=weight)
+
+
+def _write_value(ax: Axes, x: float, y: float, value: str, *, va: str, weight: str) -> None:
+    """Write a value at a split, smaller where it is long: its neighbour may be LABEL inches away."""
+    size = SIZE["note" if len(value) <= 4 else "small"]
+    ax.text(x, y, value, ha="center", va=va, size=size, weight=weight)
 
 
 def _stated(view: MergeView) -> list[int]:
