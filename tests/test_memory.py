@@ -356,7 +356,7 @@ def test_fp8_rounds_to_within_half_a_step() -> None:
 
 
 @pytest.mark.parametrize("value", [449.0, 1e6, float("inf")])
-def test_fp8_saturates_where_a_plain_cast_gives_nan(value: float) -> None:
+def test_fp8_saturates_at_its_largest_value(value: float) -> None:
     stored = quantize(torch.tensor([value, -value, 448.0]), 1.0, FP8).float()
     assert stored.tolist() == [FP8_MAX, -FP8_MAX, FP8_MAX]
 

@@ -125,7 +125,7 @@ def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     if scale != 1.0:
         x = x.float() / scale
     if dtype == torch.float8_e4m3fn:
-        # Beyond the largest value torch's cast gives NaN, which one outlier would spread over a whole request.
+        # Not every version of torch saturates: some give NaN, which one outlier would spread over a whole request.
         x = x.float().clamp(-FP8_MAX, FP8_MAX)
     return x.to(dtype)
 

@@ -1,0 +1,106 @@
+"""The workbench, footprints, and merges step by step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attnlab
+from attnlab.eager import oracle
+from attnlab.inspect.footprint import Footprint
+from attnlab.inspect.samples import Sample
+from attnlab.plan.policies.static import Static
+from tests.tolerances import LSE, OUTPUT
+
+
+def bench(lens: list[int], **changes: object) -> attnlab.Workbench:
+    return attnlab.workbench("SmolLM2-135M", **{"lens": lens, "policy": "static", "engine": "eager", **changes})
+
+
+def test_a_footprint_tells_what_was_asked_from_what_is_used() -> None:
+    """B02: 257 keys in 8 splits are 5 ranges of 64."""
+    wb = bench([257, 0])
+    footprint = Footprint.of(wb.plan().lane(18), wb.model.layer(18).attention, multiprocessors=10)
+    assert (footprint.asked, footprint.used) == (8, 5)
+    assert footprint.programs == 5 * 3 and footprint.waves == 1.5
+    assert footprint.launched == 3 * min(2 * 8, 257 // 32 + 2)
+    assert footprint.scratch_bytes == footprint.launched * 3 * (64 + 2) * 4
+
+
+def test_a_group_larger_than_a_head_tile_needs_more_programs() -> None:
+    wb = attnlab.workbench("falcon-180B", lens=[64], policy=Static(splits=1), engine="eager")
+    footprint = Footprint.of(wb.plan().lane(0), wb.model.layer(0).attention, multiprocessors=132)
+    assert footprint.programs == 8 * 2
+
+
+@pytest.mark.parametrize("layer", [0, 18, 23])
+def test_the_recorded_attention_is_decoded_right(layer: int) -> None:
+    wb = bench([2048, 96, 700, 0, 1])
+    lse = torch.empty(5, 9)
+    out = wb.decode(layer, lse=lse)
+    q, _, _ = wb.newest(layer)
+    for r in range(5):
+        want, want_lse = oracle.attention(q[r], *wb.cached(layer, r), scale=0.125)
+        torch.testing.assert_close(out[r].double(), want, **OUTPUT[torch.float16])
+        torch.testing.assert_close(lse[r].double(), want_lse, **LSE)
+
+
+def test_layer_18_has_the_sink_heads_that_the_data_promise() -> None:
+    """data/README.md: mean weight on the first token over the 128 recorded queries, by head."""
+    sample = Sample.load("long").layer(18)
+    scores = torch.einsum("qhd,khd->hqk", sample.q.float(), sample.k.float().repeat_interleave(3, 1)) / 8
+    later = torch.arange(2048) > torch.arange(1920, 2048)[:, None]
+    first = scores.masked_fill(later, float("-inf")).softmax(-1)[:, :, 0].mean(1)
+    assert [round(w, 2) for w in first.tolist()] == [0.43, 0.35, 0.39, 0.62, 0.74, 0.34, 0.72, 0.94, 1.00]
+
+
+def test_a_merge_ends_in_the_output_and_its_weights_sum_to_one() -> None:
+    wb = bench([700, 40])
+    merge = wb.merge(18, request=0, head=4)
+    q, _, _ = wb.newest(18)
+    want, want_lse = oracle.attention(q[0], *wb.cached(18, 0), scale=0.125)
+    assert merge.ranges == wb.plan().lane(18).splits.to_host().ranges[0]
+    torch.testing.assert_close(merge.running[-1], want[4], **OUTPUT[torch.float32])
+    torch.testing.assert_close(torch.tensor(merge.total_lse).double(), want_lse[4], **LSE)
+    torch.testing.assert_close(merge.weights.sum(), torch.tensor(1.0).double(), **LSE)
+    assert float(merge.distance[-1]) == 0.0
+
+
+def test_a_merge_of_nothing_or_of_a_head_that_is_not_there_is_refused() -> None:
+    wb = bench([40, 0])
+    with pytest.raises(ValueError, match="request 1 has no keys, so there is nothing to merge"):
+        wb.merge(18, request=1, head=0)
+    with pytest.raises(ValueError, match="head: the layer has heads 0 to 8, got 9"):
+        wb.merge(18, request=0, head=9)
+    with pytest.raises(ValueError, match="request: the plan has requests 0 to 1, got -1"):
+        wb.merge(18, request=-1, head=0)
+
+
+def test_short_requests_are_different_ends_of_the_text() -> None:
+    wb = bench([100, 100, 2048])
+    assert not torch.equal(wb.cached(18, 0)[0], wb.cached(18, 1)[0])
+    assert wb.cached(18, 2)[0].shape == (2048, 3, 64)
+
+
+def test_any_model_of_the_table_stands_on_the_bench() -> None:
+    for name in ("Llama-3.2-1B", "DeepSeek-V3", "falcon-7b"):
+        wb = attnlab.workbench(name, lens=[40, 3], policy="seed", engine="eager", page_size=4)
+        (layer,) = wb.layers
+        spec = wb.model.layer(layer).attention
+        assert wb.decode(layer).shape == (2, spec.heads, spec.v_dim)
+
+
+def test_the_bench_says_what_stands_on_it() -> None:
+    text = repr(bench([40, 3]))
+    for word in ("SmolLM2-135M", "2 requests of 40, 3 tokens", "engine eager", "policy static", "132", "recorded"):
+        assert word in text
+
+
+def test_a_policy_of_ones_own_in_a_few_lines() -> None:
+    @attnlab.split_policy("test-halves", needs_host_lens=True, max_ranges=2)
+    def halves(lens, ctx):
+        return [[(0, n // 2), (n // 2, n)] if n > 1 else [(0, n)] * n for n in lens]
+
+    wb = bench([301, 1, 0], policy="test-halves")
+    assert wb.plan().lane(18).splits.to_host().effective == (2, 1, 0)
+    torch.testing.assert_close(wb.decode(18), bench([301, 1, 0]).decode(18), **OUTPUT[torch.float16])
