@@ -38,6 +38,7 @@ FLOORS = {
     "explore": 8,
     "tour": 9,
     "tour_page": 9,
+    "gallery": 9,
     "cli": 9,
 }
 """By the first word after `attnlab.`: a module imports from its own floor and from those below."""

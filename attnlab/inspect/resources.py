@@ -199,12 +199,10 @@ def compile_variant(variant: Variant, target_name: str) -> Resources:
 
 def _source(variant: Variant) -> Any:
     """Return the source with the argument types that a launch would give it; a JIT launch marks divisibility itself."""
-    from triton.compiler import ASTSource
-
     names = variant.kernel.arg_names
     signature = {name: _argument_type(name, variant) for name in names}
     aligned = [n for n in names if n.endswith("_ptr") or "_stride_" in n and "aux" not in n]
-    return ASTSource(
+    return _triton.triton.compiler.ASTSource(
         fn=variant.kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in variant.constants.items()},
@@ -221,9 +219,8 @@ def _argument_type(name: str, variant: Variant) -> str:
 
 
 def _gpu_target(target: Target) -> Any:
-    from triton.backends.compiler import GPUTarget
-
-    return GPUTarget("hip", "gfx942", 64) if target.kind == "hip" else GPUTarget("cuda", target.arch, 32)
+    gpu = _triton.triton.backends.compiler.GPUTarget
+    return gpu("hip", "gfx942", 64) if target.kind == "hip" else gpu("cuda", target.arch, 32)
 
 
 def _usage(asm: dict[str, Any]) -> tuple[int, int]:
