@@ -39,7 +39,7 @@ def _view(lens: list[int], policy: SplitPolicy, ctx: SplitContext) -> ScheduleVi
     on_device = HostLens.of(lens, device="cpu").device
     bounds = policy.bounds(bound_max=max(lens), ctx=ctx)
     splits = splits_of_sizes(
-        policy.sizes(on_device, ctx), on_device, policy=policy.name, bounds=bounds, total=sum(lens)
+        policy.sizes(on_device, ctx), on_device, policy=policy.label, bounds=bounds, total=sum(lens)
     )
     (view,) = schedule_views(splits, multiprocessors=ctx.multiprocessors)
     return replace(view, kv_heads=ctx.kv_heads, programs=splits.capacity * ctx.kv_heads)

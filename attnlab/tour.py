@@ -38,12 +38,8 @@ SINK_HEAD, DIFFUSE_HEAD = (18, 3), (0, 5)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyResult:
-    """One row of the tour's table: `policy` with its parameters.
+    """One row of the tour's table. Errors are the largest absolute ones of fp32 outputs against the fp64 oracle."""
 
-    Errors are the largest absolute ones of the fp32 outputs against the fp64 oracle.
-    """
-
-    policy: str
     footprint: Footprint
     eager_error: float
     kernel_error: float | None
@@ -106,7 +102,6 @@ def run_tour(*, trace: str, requests: int, seed: int, progress: Progress) -> Tou
         footprint = Footprint.of(plan.lanes[0], spec, multiprocessors=bench.backend.planner.multiprocessors or 1)
         rows.append(
             PolicyResult(
-                policy=repr(policy),
                 footprint=footprint,
                 eager_error=error,
                 kernel_error=kernel[0],
@@ -145,7 +140,7 @@ def _worst(bench: Workbench, truth: dict[int, Tensor], step: Callable[[str], Non
         q, k, v = bench.newest(layer)
         out = bench.backend.decode(layer, q.float(), k, v, plan)
         worst = max(worst, float((out.cpu().double() - truth[layer]).abs().max()))
-        step(f"{bench.backend.policy.name}, layer {layer}, {bench.backend.engine.name}")
+        step(f"{bench.backend.policy.label}, layer {layer}, {bench.backend.engine.name}")
     return worst
 
 

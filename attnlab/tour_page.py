@@ -38,7 +38,7 @@ def cells(row: PolicyResult) -> tuple[str, ...]:
     f = row.footprint
     kernel = "not run" if row.kernel_error is None else f"{row.kernel_error:.1e} in {row.kernel_ranges}"
     return (
-        row.policy,
+        f.policy,
         f"{f.asked} / {f.used}",
         f"{f.waves:.2f}",
         _bytes(f.scratch_bytes),

@@ -153,7 +153,7 @@ class Planner:
             return splits_of_host(policy, lens.values, ctx, live.device)
         bounds = policy.bounds(bound_max=lens.bound_max, ctx=ctx)
         sizes = self.ops.sizes(policy, live, ctx)
-        return splits_of_sizes(sizes, live, policy=policy.name, bounds=bounds, total=lens.bound_total)
+        return splits_of_sizes(sizes, live, policy=policy.label, bounds=bounds, total=lens.bound_total)
 
 
 def _offsets(lens: Lens) -> Int[Tensor, " reqs_1"]:

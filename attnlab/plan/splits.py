@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -73,6 +73,13 @@ class SplitPolicy(ABC):
 
     name: str
 
+    @property
+    def label(self) -> str:
+        """The name with the parameters' values, for tables and pictures: `tile 128`."""
+        if not is_dataclass(self):
+            return self.name
+        return " ".join([self.name, *(str(getattr(self, field.name)) for field in fields(self))])
+
     @abstractmethod
     def bounds(self, *, bound_max: int, ctx: SplitContext) -> SplitBounds:
         """Return what holds for every request of up to `bound_max` tokens; scratch is sized by it."""
@@ -117,6 +124,11 @@ class HostPolicy:
     name: str
     rule: HostRule
     max_ranges: int
+
+    @property
+    def label(self) -> str:
+        """The name, for tables and pictures."""
+        return self.name
 
     def bounds(self, *, bound_max: int, ctx: SplitContext) -> SplitBounds:
         """Return the promised number of ranges per request; sizes may be anything."""
@@ -327,7 +339,7 @@ def splits_of_host(policy: HostPolicy, lens: Sequence[int], ctx: SplitContext, d
     table = torch.tensor(flat, dtype=torch.int32).reshape(-1, 3).to(device)
     counts = torch.tensor([len(mine) for mine in ranges], dtype=torch.int32).to(device)
     return SplitPlan(
-        policy=policy.name,
+        policy=policy.label,
         indptr=offsets_of(counts),
         request=table[:, 0].contiguous(),
         start=table[:, 1].contiguous(),
