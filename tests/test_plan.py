@@ -438,6 +438,13 @@ def test_both_ops_make_the_same_plan(policy: str) -> None:
         assert torch.equal(a, b)
 
 
+@both_ops
+def test_a_padded_row_writes_to_the_sink_also_where_its_row_is_in_use(ops: str) -> None:
+    """B28: replayed batches keep stale rows in their padding."""
+    lane = Bench([5, 6], ops=ops).plan(HostLens.of([5, 0], device=DEVICE)).lane(0)
+    assert lane.write_slots.tolist()[1] == 0 and lane.layout.index.indptr.tolist() == [0, 5, 5]
+
+
 def test_4096_requests_make_a_plan() -> None:
     bench = Bench([r % 5 for r in range(4096)], max_context=8)
     plan = bench.plan()

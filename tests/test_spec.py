@@ -145,6 +145,12 @@ def test_an_argument_fills_a_missing_context(name: str) -> None:
     assert ModelSpec.load(name, context_len=4096).context_len == 4096
 
 
+def test_the_next_missing_fact_is_named_where_an_argument_fills_the_first() -> None:
+    name = next(name for name, row in MODELS.items() if row["context"] is None and row["layers"] is None)
+    with pytest.raises(ValueError, match="layers: not verified for model .* build the ModelSpec by hand"):
+        ModelSpec.load(name, context_len=4096)
+
+
 def test_a_latent_models_scale_is_that_of_the_unabsorbed_dimension() -> None:
     """B41: one over the root of 192, not of 576."""
     spec = ModelSpec.load("DeepSeek-V3").layer(0).attention

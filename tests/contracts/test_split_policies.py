@@ -244,6 +244,13 @@ def test_seed_counts_are_the_published_ones(
 
 
 @halves
+def test_a_batch_is_uneven_from_a_ratio_of_five_to_four_on(half: str) -> None:
+    """64 pairs, so that the device has room for one range each and the ratio alone decides."""
+    for longer, counts in ((1249, [1, 1]), (1250, [2, 2])):
+        assert getattr(Seed(), half)(ints([1000, longer] * 64), context()).tolist() == counts * 64
+
+
+@halves
 def test_rows_of_no_tokens_take_no_part_in_the_seed_counts(half: str) -> None:
     """The original divides by the shortest length, which then is 0."""
     assert getattr(Seed(), half)(ints([4096] * 64 + [0]), context()).tolist() == [2] * 64 + [0]
