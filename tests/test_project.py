@@ -269,7 +269,8 @@ def test_an_unknown_sample_or_layer_is_answered_with_the_known_ones() -> None:
 
 @pytest.mark.slow
 def test_a_wheel_brings_its_data_along(tmp_path: Path) -> None:
-    pytest.importorskip("build", reason="needs the package `build`")
+    for package in ("build", "hatchling"):
+        pytest.importorskip(package, reason=f"builds a wheel with {package}")
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)],
         check=True,
