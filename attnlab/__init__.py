@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from attnlab.batch import DeviceLens as DeviceLens
     from attnlab.batch import HostLens as HostLens
     from attnlab.inspect.info import info as info
+    from attnlab.inspect.record import Scores as Scores
+    from attnlab.inspect.record import record as record
     from attnlab.inspect.workbench import Workbench as Workbench
     from attnlab.inspect.workbench import workbench as workbench
     from attnlab.memory.pools.mha import MHAPool as MHAPool
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from attnlab.spec import AttentionSpec as AttentionSpec
     from attnlab.spec import ModelSpec as ModelSpec
     from attnlab.spec import ScoreMod as ScoreMod
+    from attnlab.trace import Trace as Trace
 
 __version__ = "0.1.0"
 
@@ -40,6 +43,9 @@ _HOME = {
     "workbench": "inspect.workbench",
     "Workbench": "inspect.workbench",
     "show": "plots.show",
+    "record": "inspect.record",
+    "Scores": "inspect.record",
+    "Trace": "trace",
     "AttentionSpec": "spec",
     "ModelSpec": "spec",
     "ScoreMod": "spec",

@@ -11,14 +11,16 @@ from typing import Any
 
 from attnlab._boot import INTERPRETED
 
-__all__ = ["PROBLEM", "jit", "tl", "triton"]
+__all__ = ["PROBLEM", "device_clock", "jit", "multiprocessor", "tl", "triton"]
 
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import globaltimer as device_clock
+    from triton.language.extra.cuda import smid as multiprocessor
     from triton.runtime.interpreter import InterpretedFunction
 except ImportError as error:
-    triton = tl = None
+    triton = tl = device_clock = multiprocessor = None
     PROBLEM: str | None = f"Triton cannot be imported here ({error}); it has wheels for Linux only"
 else:
     # Triton decorates its own helpers at import. They must have been decorated with our setting.

@@ -1,7 +1,7 @@
 """The attention backend of a server: `plan` once per step, `decode` once per layer.
 
 Reference: triton_backend.py. Nothing is kept between calls but what outlives a step: model, pool, request table,
-engine, policy, scratch. The plan is an argument.
+engine, policy, scratch, and a tracer while somebody records. The plan is an argument.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from attnlab.plan.plans import DecodePlan, Lane
 from attnlab.plan.splits import HostPolicy, SplitPolicy, resolve_policy
 from attnlab.plan.workspace import Partials, Workspace
 from attnlab.spec import LayerSpec, ModelSpec
+from attnlab.trace import DecodeCall, Tracer
 
 
 class AttentionBackend:
@@ -54,6 +55,7 @@ class AttentionBackend:
         self.engine = engine_for(engine, pool.device)
         self.engine.check_storage(model.kv_dtype)
         self.policy = resolve_policy(policy)
+        self.tracer: Tracer | None = None
         self.planner = Planner(
             model=model,
             pool=pool,
@@ -130,6 +132,7 @@ class AttentionBackend:
                 k is None and v is None,
                 "k, v: with save=False nothing is stored; pass None for both",
             )
+        times = None if self.tracer is None else self.tracer.times_for(layer, lane)
         self.engine.decode(
             q=q,
             view=view,
@@ -140,7 +143,22 @@ class AttentionBackend:
             lse=lse,
             sinks=sinks,
             aux=aux,
+            times=times,
         )
+        if self.tracer is not None:
+            self.tracer.decoded(
+                DecodeCall(
+                    layer=layer,
+                    spec=spec.attention,
+                    view=view,
+                    lane=lane,
+                    q=q,
+                    partials=partials,
+                    sinks=sinks,
+                    aux=aux,
+                    times=times,
+                )
+            )
         return out
 
     def partials(self, layer: int, plan: DecodePlan) -> Partials:

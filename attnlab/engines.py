@@ -14,12 +14,15 @@ from attnlab import _triton
 from attnlab._boot import INTERPRETED
 from attnlab.checks import describe, last_axis_contiguous, one_of, require, same_device, tensor
 from attnlab.eager import decode as eager_decode
+from attnlab.eager import scores as eager_scores
 from attnlab.eager.index import EagerPlanOps
 from attnlab.kernels import decode as triton_decode
+from attnlab.kernels import scores as triton_scores
 from attnlab.kernels.index import TritonPlanOps
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView
 from attnlab.plan.build import PlanOps
+from attnlab.plan.layout import KVLayout
 from attnlab.plan.plans import Lane
 from attnlab.plan.workspace import Partials
 from attnlab.spec import AttentionSpec
@@ -36,6 +39,9 @@ class Engine(Protocol):
     def check_storage(self, dtype: torch.dtype) -> None:
         """Raise NotImplementedError where this engine cannot read a pool of this dtype."""
 
+    def check_times(self) -> None:
+        """Raise NotImplementedError where this engine's programs cannot note when they ran."""
+
     def decode(
         self,
         *,
@@ -48,8 +54,25 @@ class Engine(Protocol):
         lse: Tensor | None,
         sinks: Tensor | None,
         aux: Tensor | None,
+        times: Tensor | None = None,
     ) -> None:
-        """Attend to every range of the lane's schedule, leave the states in `partials`, merge them into `out`."""
+        """Attend to every range of the lane's schedule, leave the states in `partials`, merge them into `out`.
+
+        `times [programs, head tiles, 3]` int64, where given, is filled with multiprocessor, start and end (ns).
+        """
+
+    def scores(
+        self,
+        *,
+        q: Tensor,
+        view: KVView,
+        layout: KVLayout,
+        spec: AttentionSpec,
+        requests: Tensor,
+        max_keys: int,
+        aux: Tensor | None,
+    ) -> Tensor:
+        """Return scores `[rows, heads, max_keys]` fp32 of `requests [rows]` int32; -inf beyond a request's keys."""
 
 
 class EagerEngine:
@@ -64,6 +87,10 @@ class EagerEngine:
     def check_storage(self, dtype: torch.dtype) -> None:
         """Accept every storage dtype: torch converts them all."""
 
+    def check_times(self) -> None:
+        """Raise NotImplementedError: there are no programs."""
+        raise NotImplementedError('times: engine="eager" has no programs to time; use engine="triton" on a GPU')
+
     def decode(
         self,
         *,
@@ -76,10 +103,29 @@ class EagerEngine:
         lse: Tensor | None,
         sinks: Tensor | None,
         aux: Tensor | None,
+        times: Tensor | None = None,
     ) -> None:
         """Attend and merge in torch."""
+        if times is not None:
+            self.check_times()
         eager_decode.decode_split(q=q, view=view, lane=lane, spec=spec, partials=partials, aux=aux)
         eager_decode.decode_merge(view=view, lane=lane, spec=spec, partials=partials, out=out, lse=lse, sinks=sinks)
+
+    def scores(
+        self,
+        *,
+        q: Tensor,
+        view: KVView,
+        layout: KVLayout,
+        spec: AttentionSpec,
+        requests: Tensor,
+        max_keys: int,
+        aux: Tensor | None,
+    ) -> Tensor:
+        """Return scores in torch."""
+        return eager_scores.decode_scores(
+            q=q, view=view, layout=layout, spec=spec, requests=requests, max_keys=max_keys, aux=aux
+        )
 
 
 class TritonEngine:
@@ -115,6 +161,14 @@ class TritonEngine:
             NotImplementedError,
         )
 
+    def check_times(self) -> None:
+        """Raise NotImplementedError unless kernels are compiled for CUDA, whose clock they read."""
+        require(
+            self.target.kind == "cuda",
+            f"times: {self.target.kind} kernels have no clock to read; run compiled on a CUDA device",
+            NotImplementedError,
+        )
+
     def decode(
         self,
         *,
@@ -127,9 +181,12 @@ class TritonEngine:
         lse: Tensor | None,
         sinks: Tensor | None,
         aux: Tensor | None,
+        times: Tensor | None = None,
     ) -> None:
         """Launch the split kernel, then the merge kernel."""
-        triton_decode.decode_split(q=q, view=view, lane=lane, spec=spec, partials=partials, aux=aux, target=self.target)
+        triton_decode.decode_split(
+            q=q, view=view, lane=lane, spec=spec, partials=partials, aux=aux, times=times, target=self.target
+        )
         triton_decode.decode_merge(
             view=view,
             lane=lane,
@@ -138,6 +195,29 @@ class TritonEngine:
             out=out,
             lse=lse,
             sinks=sinks,
+            target=self.target,
+        )
+
+    def scores(
+        self,
+        *,
+        q: Tensor,
+        view: KVView,
+        layout: KVLayout,
+        spec: AttentionSpec,
+        requests: Tensor,
+        max_keys: int,
+        aux: Tensor | None,
+    ) -> Tensor:
+        """Launch the score kernel."""
+        return triton_scores.decode_scores(
+            q=q,
+            view=view,
+            layout=layout,
+            spec=spec,
+            requests=requests,
+            max_keys=max_keys,
+            aux=aux,
             target=self.target,
         )
 

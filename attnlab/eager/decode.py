@@ -12,6 +12,7 @@ from torch import Tensor
 from attnlab.memory.pool import KVView
 from attnlab.mods.softcap import soft_cap
 from attnlab.mods.temperature import temperature
+from attnlab.plan.layout import KVLayout
 from attnlab.plan.plans import Lane
 from attnlab.plan.splits import offsets_of, owner_of
 from attnlab.plan.workspace import Partials
@@ -110,28 +111,32 @@ def _attend(
     head = kv_head[:, None] * spec.group + torch.arange(spec.group, device=q.device)  # (tiles, group)
     queries = q[req[:, None], head].float()  # (tiles, group, qk_dim)
     scores = queries @ k.mT * (spec.scale * view.k_scale)  # (tiles, group, keys)
-    scores = _modify(scores, lane, spec, aux, req, head, entry)
+    scores = modify_scores(scores, lane.layout, spec, aux, req, head, entry)
     scores = torch.where(valid[:, None, :], scores, float("-inf"))
     maximum = scores.amax(-1)
     p = torch.exp(scores - _finite(maximum)[..., None])
     return maximum, p.sum(-1), p @ v
 
 
-def _modify(
+def modify_scores(
     scores: Tensor,
-    lane: Lane,
+    layout: KVLayout,
     spec: AttentionSpec,
     aux: Tensor | None,
     req: Tensor,
     head: Tensor,
     entry: Tensor,
 ) -> Tensor:
-    """Return the scores capped, tempered and modified, in this order."""
+    """Return scores `[tiles, group, keys]` capped, tempered and modified, in this order.
+
+    A tile belongs to request `req[tile]`, its rows to query heads `head[tile]`, its columns to list entries
+    `entry[tile]`.
+    """
     if spec.softcap is not None:
         scores = soft_cap(scores, spec.softcap)
     if spec.temperature_len is None and spec.mod is None:
         return scores
-    start, indptr = lane.layout.start[req], lane.layout.index.indptr
+    start, indptr = layout.start[req], layout.index.indptr
     q_pos = (start + indptr[req + 1] - indptr[req] - 1)[:, None, None]
     if spec.temperature_len is not None:
         scores = scores * temperature(q_pos, spec.temperature_len)

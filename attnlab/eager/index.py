@@ -17,8 +17,9 @@ class EagerPlanOps:
             return torch.zeros(capacity, dtype=torch.int64, device=table.device)
         entry = torch.arange(capacity, dtype=torch.int32, device=table.device)
         req = owner_of(entry, indptr)
-        column = (start[req] + entry - indptr[req]).clamp(max=table.shape[1] - 1)
-        return torch.where(entry < indptr[-1], table[rows[req], column].long(), 0)
+        column = start[req] + entry - indptr[req]
+        live = (entry < indptr[-1]) & (column < table.shape[1])
+        return torch.where(live, table[rows[req], column.clamp(max=table.shape[1] - 1)].long(), 0)
 
     def sizes(self, policy: SplitPolicy, lens: Tensor, ctx: SplitContext) -> SplitSizes:
         """Return the policy's range sizes."""

@@ -169,7 +169,7 @@ def _split_variant(shape: Shape, target: Target) -> Variant:
         name=f"split: {shape.name}",
         kernel=decode._decode_split_kernel,
         pointers={**floats, **states, "slots_ptr": torch.int64},
-        constants=constants,
+        constants={**constants, "TIMES": False, "times_ptr": None},
         options=options,
     )
 

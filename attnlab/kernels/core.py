@@ -18,8 +18,36 @@ def slot_offsets(slots, stride_page, stride_slot, PAGE_SIZE: tl.constexpr):
 
 
 @jit
+def load_tile(rows, mask_rows, FIRST: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, COMPUTE: tl.constexpr):
+    """Columns FIRST to FIRST + BLOCK of the rows at these pointers; 0 beyond DIM and in masked rows."""
+    columns = FIRST + tl.arange(0, BLOCK)
+    mask = mask_rows[:, None] & (columns < DIM)[None, :]
+    return tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0).to(COMPUTE)
+
+
+@jit
+def dots(q, k, PACKED: tl.constexpr):
+    """[rows, keys] dot products: on tensor cores for a packed group, elementwise for a single query head."""
+    if PACKED:
+        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+    else:
+        products = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
+    return products
+
+
+@jit
+def weighted_sum(p, v, PACKED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[rows, v_dim] sums of values, weighted by [rows, keys]."""
+    if PACKED:
+        total = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    else:
+        total = tl.sum(tl.reshape(p, (BLOCK_N, 1)) * v.to(tl.float32), 0)[None, :]
+    return total
+
+
+@jit
 def score_pipeline(
-    dots,
+    products,
     q_pos,
     kv_pos,
     q_index,
@@ -36,7 +64,7 @@ def score_pipeline(
     MOD: tl.constexpr,
 ):
     """Scores from dot products, in the fixed order: scale, cap, temperature, modifier, mask."""
-    scores = dots * scale
+    scores = products * scale
     if HAS_SOFTCAP:
         scores = soft_cap_triton(scores, softcap)
     if TEMPERATURE_LEN > 0:

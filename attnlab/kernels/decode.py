@@ -8,12 +8,13 @@ Source of the method: Flash-Decoding (Dao et al., 2023), online softmax (Milakov
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnlab._triton import jit, tl
-from attnlab.kernels.core import finite_or_zero, score_pipeline, slot_offsets
+from attnlab._triton import device_clock, jit, multiprocessor, tl
+from attnlab.kernels.core import dots, finite_or_zero, load_tile, score_pipeline, slot_offsets, weighted_sum
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView
 from attnlab.plan.plans import Lane
@@ -71,6 +72,7 @@ def decode_split(
     spec: AttentionSpec,
     partials: Partials,
     aux: Tensor | None,
+    times: Tensor | None,
     target: Target,
 ) -> None:
     """Leave the softmax state of every segment of the schedule in `partials`.
@@ -78,7 +80,8 @@ def decode_split(
     Computes: over the keys n of a segment, max = max s[n], sum = sum exp(s[n] - max), acc = sum exp(s[n] - max) v[n].
     Shapes: `q [reqs, heads, qk_dim]`; `aux [reqs, heads, width]` or None; partials `[programs, group, ...]` fp32.
     Grid: (segments, head tiles): a program owns a range of keys of one KV head, and up to 16 query heads of its group.
-    Reads/writes: the keys and values of the segment's slots alone; of the partials, the segment's own row.
+    Reads/writes: the keys and values of the segment's slots alone; of the partials, the segment's own row. Where
+    `times [programs, head tiles, 3]` int64 is given, multiprocessor, start and end (ns) of every program with keys.
     """
     programs = lane.schedule.programs
     if programs == 0:
@@ -86,7 +89,7 @@ def decode_split(
     constants, options = split_constants(spec=spec, view=view, target=target, q_dtype=q.dtype)
     bias = q if aux is None else aux  # any tensor will do where no modifier reads it
     _decode_split_kernel[(programs, -(-spec.group // HEAD_TILE))](
-        _lifted(q, target),
+        lifted(q, target),
         view.k,
         view.v,
         lane.layout.index.slots,
@@ -97,6 +100,7 @@ def decode_split(
         partials.max,
         partials.sum,
         bias,
+        times,
         spec.scale * view.k_scale,
         1.0 if spec.softcap is None else spec.softcap,
         q.stride(0),
@@ -111,18 +115,19 @@ def decode_split(
         bias.stride(1),
         bias.shape[2],
         **constants,
+        TIMES=times is not None,
         **options,
     )
 
 
 def split_constants(
     *, spec: AttentionSpec, view: KVView, target: Target, q_dtype: torch.dtype
-) -> tuple[dict[str, object], dict[str, int]]:
+) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on."""
     compute = _compute_dtype(q_dtype, view.k.dtype)
     config = SplitConfig.choose(spec, target, fp32=compute == torch.float32)
     block_d, block_r = head_tiles(spec.qk_dim)
-    constants: dict[str, object] = {
+    constants: dict[str, Any] = {
         "GROUP": spec.group,
         "QK_DIM": spec.qk_dim,
         "V_DIM": spec.v_dim,
@@ -188,7 +193,7 @@ def decode_merge(
         out.copy_(target_out)
 
 
-def merge_constants(*, spec: AttentionSpec, has_lse: bool) -> dict[str, object]:
+def merge_constants(*, spec: AttentionSpec, has_lse: bool) -> dict[str, Any]:
     """Return the merge kernel's compile-time arguments."""
     block_v = max(16, 1 << (spec.v_dim - 1).bit_length())
     return {
@@ -207,28 +212,8 @@ def _compute_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
     return q_dtype if kv_dtype == torch.float8_e4m3fn else torch.promote_types(q_dtype, kv_dtype)
 
 
-def _lifted(q: Tensor, target: Target) -> Tensor:
+def lifted(q: Tensor, target: Target) -> Tensor:
     return q.float() if target.kind == "interpreter" else q
-
-
-@jit
-def _dots(q, k, PACKED: tl.constexpr):
-    """[rows, keys] dot products: on tensor cores for a packed group, elementwise for a single query head."""
-    if PACKED:
-        dots = tl.dot(q, tl.trans(k), input_precision="ieee")
-    else:
-        dots = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
-    return dots
-
-
-@jit
-def _weighted_sum(p, v, PACKED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[rows, v_dim] sums of values, weighted by [rows, keys]."""
-    if PACKED:
-        total = tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    else:
-        total = tl.sum(tl.reshape(p, (BLOCK_N, 1)) * v.to(tl.float32), 0)[None, :]
-    return total
 
 
 @jit
@@ -244,6 +229,7 @@ def _decode_split_kernel(
     max_ptr,
     sum_ptr,
     aux_ptr,
+    times_ptr,
     scale,
     softcap,
     q_stride_token,
@@ -271,7 +257,10 @@ def _decode_split_kernel(
     TEMPERATURE_LEN: tl.constexpr,
     MOD: tl.constexpr,
     COMPUTE: tl.constexpr,
+    TIMES: tl.constexpr,
 ):
+    if TIMES:
+        began = device_clock()
     # 1. What is mine: a range of one request's keys, for one KV head.
     segment = segments_ptr + tl.program_id(0) * 5
     req = tl.load(segment).to(tl.int64)
@@ -291,15 +280,10 @@ def _decode_split_kernel(
     member = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = member < GROUP
     head = kv_head * GROUP + member
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < QK_DIM
-    q_row = q_ptr + req * q_stride_token + head[:, None].to(tl.int64) * q_stride_head
-    q = tl.load(q_row + offs_d[None, :], mask=mask_h[:, None] & mask_d[None, :], other=0.0).to(COMPUTE)
+    q_rows = q_ptr + req * q_stride_token + head.to(tl.int64) * q_stride_head
+    q = load_tile(q_rows, mask_h, 0, BLOCK_D, QK_DIM, COMPUTE)
     if BLOCK_R > 0:
-        offs_r = BLOCK_D + tl.arange(0, BLOCK_R)
-        q_rest = tl.load(q_row + offs_r[None, :], mask=mask_h[:, None], other=0.0).to(COMPUTE)
-    offs_v = tl.arange(0, BLOCK_V)
-    mask_v = offs_v < V_DIM
+        q_rest = load_tile(q_rows, mask_h, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE)
 
     # 3. My keys, a tile at a time, with the softmax state of all tiles so far.
     running_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
@@ -309,14 +293,13 @@ def _decode_split_kernel(
         entry = at + tl.arange(0, BLOCK_N)
         mask_n = entry < last
         slots = tl.load(slots_ptr + list_start + entry, mask=mask_n, other=0)
-        k_row = k_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE)[:, None] + kv_head * k_stride_head
-        k = tl.load(k_row + offs_d[None, :], mask=mask_n[:, None] & mask_d[None, :], other=0.0).to(COMPUTE)
-        dots = _dots(q, k, PACKED)
+        k_rows = k_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE) + kv_head * k_stride_head
+        k = load_tile(k_rows, mask_n, 0, BLOCK_D, QK_DIM, COMPUTE)
+        products = dots(q, k, PACKED)
         if BLOCK_R > 0:
-            k_rest = tl.load(k_row + offs_r[None, :], mask=mask_n[:, None], other=0.0).to(COMPUTE)
-            dots += _dots(q_rest, k_rest, PACKED)
+            products += dots(q_rest, load_tile(k_rows, mask_n, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE), PACKED)
         scores = score_pipeline(
-            dots,
+            products,
             q_pos,
             (start + entry)[None, :],
             req,
@@ -339,16 +322,16 @@ def _decode_split_kernel(
         if V_IS_K_TILE:
             v = k
         else:
-            v_row = (
-                v_ptr + slot_offsets(slots, v_stride_page, v_stride_slot, PAGE_SIZE)[:, None] + kv_head * v_stride_head
-            )
-            v = tl.load(v_row + offs_v[None, :], mask=mask_n[:, None] & mask_v[None, :], other=0.0).to(COMPUTE)
-        acc = acc * fade[:, None] + _weighted_sum(p, v, PACKED, BLOCK_N)
+            v_rows = v_ptr + slot_offsets(slots, v_stride_page, v_stride_slot, PAGE_SIZE) + kv_head * v_stride_head
+            v = load_tile(v_rows, mask_n, 0, BLOCK_V, V_DIM, COMPUTE)
+        acc = acc * fade[:, None] + weighted_sum(p, v, PACKED, BLOCK_N)
         running_sum = running_sum * fade + tl.sum(p, 1)
         running_max = new_max
 
     # 4. Leave the state, unnormalised: no logarithm, no division, nothing undefined where nothing was seen.
     state = partial * GROUP + member
+    offs_v = tl.arange(0, BLOCK_V)
+    mask_v = offs_v < V_DIM
     tl.store(max_ptr + state, running_max, mask=mask_h)
     tl.store(sum_ptr + state, running_sum, mask=mask_h)
     tl.store(
@@ -356,6 +339,11 @@ def _decode_split_kernel(
         acc,
         mask=mask_h[:, None] & mask_v[None, :],
     )
+    if TIMES:
+        note = times_ptr + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 3
+        tl.store(note, multiprocessor().to(tl.int64))
+        tl.store(note + 1, began)
+        tl.store(note + 2, device_clock())
 
 
 @jit
