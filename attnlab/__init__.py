@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from attnlab.memory.requests import RequestTable as RequestTable
     from attnlab.memory.slots import SlotAllocator as SlotAllocator
     from attnlab.plan.plans import DecodePlan as DecodePlan
-    from attnlab.plan.splits import SplitContext as SplitContext
-    from attnlab.plan.splits import SplitPolicy as SplitPolicy
-    from attnlab.plan.splits import split_policies as split_policies
-    from attnlab.plan.splits import split_policy as split_policy
+    from attnlab.plan.policy import SplitContext as SplitContext
+    from attnlab.plan.policy import SplitPolicy as SplitPolicy
+    from attnlab.plan.policy import split_policies as split_policies
+    from attnlab.plan.policy import split_policy as split_policy
     from attnlab.plots.show import show as show
     from attnlab.spec import AttentionSpec as AttentionSpec
     from attnlab.spec import ModelSpec as ModelSpec
@@ -56,10 +56,10 @@ _HOME = {
     "RequestTable": "memory.requests",
     "MHAPool": "memory.pools.mha",
     "MLAPool": "memory.pools.mla",
-    "SplitContext": "plan.splits",
-    "SplitPolicy": "plan.splits",
-    "split_policy": "plan.splits",
-    "split_policies": "plan.splits",
+    "SplitContext": "plan.policy",
+    "SplitPolicy": "plan.policy",
+    "split_policy": "plan.policy",
+    "split_policies": "plan.policy",
     "DecodePlan": "plan.plans",
     "AttentionBackend": "backend",
 }

@@ -17,7 +17,7 @@ from attnlab.memory.requests import RequestTable
 from attnlab.plan import policies  # noqa: F401  (registers the policies)
 from attnlab.plan.build import Planner
 from attnlab.plan.plans import DecodePlan, Lane
-from attnlab.plan.splits import HostPolicy, SplitPolicy, resolve_policy
+from attnlab.plan.policy import HostPolicy, SplitPolicy, resolve_policy
 from attnlab.plan.workspace import Partials, Workspace
 from attnlab.spec import LayerSpec, ModelSpec
 from attnlab.trace import DecodeCall, Tracer

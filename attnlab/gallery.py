@@ -13,7 +13,8 @@ from attnlab.inspect.workbench import H200_MULTIPROCESSORS, workbench
 from attnlab.plan.policies.seed import Seed
 from attnlab.plan.policies.static import Static
 from attnlab.plan.policies.tile import Tile
-from attnlab.plan.splits import SplitContext, SplitPolicy, splits_of_sizes
+from attnlab.plan.policy import SplitContext, SplitPolicy
+from attnlab.plan.splits import splits_of_sizes
 from attnlab.plots.picture import Picture
 from attnlab.plots.schedule_view import ScheduleView, schedule_views
 from attnlab.plots.show import show

@@ -26,7 +26,7 @@ from attnlab.plan.plans import Lane
 from attnlab.plan.policies.seed import Seed
 from attnlab.plan.policies.static import Static
 from attnlab.plan.policies.tile import Tile
-from attnlab.plan.splits import SplitPolicy
+from attnlab.plan.policy import SplitPolicy
 
 POLICIES = (Seed(max_splits=8), Static(splits=8), Tile(tile=128))
 KERNEL_TOKENS = 700

@@ -21,8 +21,9 @@ from attnlab.mods.registry import score_mods
 from attnlab.plan.index import KVIndex
 from attnlab.plan.layout import KVLayout
 from attnlab.plan.plans import DecodePlan, Lane
+from attnlab.plan.policy import HostPolicy, SplitBounds, SplitPolicy, SplitSizes
 from attnlab.plan.schedule import Schedule
-from attnlab.plan.splits import HostPolicy, SplitBounds, SplitPolicy, SplitSizes, splits_of_sizes
+from attnlab.plan.splits import splits_of_sizes
 from attnlab.plan.workspace import Workspace
 from attnlab.spec import AttentionSpec, ModelSpec
 from tests.tolerances import LSE, output

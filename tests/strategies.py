@@ -11,7 +11,7 @@ from torch import Tensor
 from attnlab._boot import INTERPRETED
 from attnlab.memory.requests import RequestTable
 from attnlab.memory.slots import SlotAllocator
-from attnlab.plan.splits import SplitContext
+from attnlab.plan.policy import SplitContext
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 """Where Triton kernels of this process run; the eager twins run there too."""

@@ -16,8 +16,9 @@ from attnlab.mods.relative_bias import relative_bias
 from attnlab.plan.index import KVIndex
 from attnlab.plan.layout import KVLayout
 from attnlab.plan.plans import Lane
+from attnlab.plan.policy import SplitBounds, SplitSizes
 from attnlab.plan.schedule import Schedule
-from attnlab.plan.splits import SplitBounds, SplitSizes, splits_of_sizes
+from attnlab.plan.splits import splits_of_sizes
 from attnlab.plan.workspace import Partials, Workspace
 from attnlab.spec import AttentionSpec
 from tests.cases import ENGINES, FP8

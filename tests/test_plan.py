@@ -26,21 +26,18 @@ from attnlab.plan.layout import KVLayout
 from attnlab.plan.plans import DecodePlan
 from attnlab.plan.policies.static import Static
 from attnlab.plan.policies.tile import Tile
-from attnlab.plan.schedule import Schedule
-from attnlab.plan.splits import (
+from attnlab.plan.policy import (
     HostPolicy,
     SplitBounds,
     SplitContext,
-    SplitPlan,
     SplitPolicy,
     SplitSizes,
-    offsets_of,
     resolve_policy,
     split_policies,
     split_policy,
-    splits_of_host,
-    splits_of_sizes,
 )
+from attnlab.plan.schedule import Schedule
+from attnlab.plan.splits import SplitPlan, offsets_of, splits_of_host, splits_of_sizes
 from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec
 from tests.strategies import DEVICE, Held, cut_batches, tables
 

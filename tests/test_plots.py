@@ -24,8 +24,9 @@ from attnlab.plan.plans import DecodePlan, Lane
 from attnlab.plan.policies.seed import Seed
 from attnlab.plan.policies.static import Static
 from attnlab.plan.policies.tile import Tile
+from attnlab.plan.policy import SplitContext, SplitPolicy
 from attnlab.plan.schedule import Schedule
-from attnlab.plan.splits import HostSplits, SplitContext, SplitPolicy, offsets_of, splits_of_sizes
+from attnlab.plan.splits import HostSplits, offsets_of, splits_of_sizes
 from attnlab.plots import style
 from attnlab.plots.key_axis import KeyAxis
 from attnlab.plots.lse_merge import lse_merge

@@ -19,7 +19,7 @@ from attnlab.eager import oracle
 from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.requests import RequestTable
 from attnlab.plan.plans import DecodePlan
-from attnlab.plan.splits import split_policies
+from attnlab.plan.policy import split_policies
 from attnlab.spec import AttentionSpec, ModelSpec
 
 WARMUP, REPEATS = 10, 100

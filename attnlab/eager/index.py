@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnlab.plan.splits import SplitContext, SplitPolicy, SplitSizes, owner_of
+from attnlab.plan.policy import SplitContext, SplitPolicy, SplitSizes
+from attnlab.plan.splits import owner_of
 
 
 class EagerPlanOps:

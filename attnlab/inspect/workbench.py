@@ -23,7 +23,7 @@ from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.pools.mla import MLAPool
 from attnlab.memory.requests import RequestTable
 from attnlab.plan.plans import DecodePlan
-from attnlab.plan.splits import HostPolicy, SplitPolicy
+from attnlab.plan.policy import HostPolicy, SplitPolicy
 from attnlab.spec import ModelSpec
 
 H200_MULTIPROCESSORS = 132

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnlab._triton import jit, tl
-from attnlab.plan.splits import SplitContext, SplitPolicy, SplitSizes
+from attnlab.plan.policy import SplitContext, SplitPolicy, SplitSizes
 
 _BLOCK = 512
 

@@ -20,17 +20,9 @@ from attnlab.memory.requests import RequestTable
 from attnlab.plan.index import KVIndex
 from attnlab.plan.layout import KVLayout
 from attnlab.plan.plans import DecodePlan, Lane
+from attnlab.plan.policy import HostPolicy, SplitContext, SplitPolicy, SplitSizes
 from attnlab.plan.schedule import Schedule
-from attnlab.plan.splits import (
-    HostPolicy,
-    SplitContext,
-    SplitPlan,
-    SplitPolicy,
-    SplitSizes,
-    offsets_of,
-    splits_of_host,
-    splits_of_sizes,
-)
+from attnlab.plan.splits import SplitPlan, offsets_of, splits_of_host, splits_of_sizes
 from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec
 
 

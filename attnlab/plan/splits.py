@@ -1,186 +1,22 @@
-"""How each request's keys are cut into ranges, and what a policy has to say about it.
+"""How each request's keys are cut: the ranges, as plain data.
 
-Reference: the seed's decode kernels derive ranges from a count per request and round them to 32 keys. Here the
-ranges are data that kernels read, so that a policy may cut as it likes, and a picture shows what runs.
+Reference: the original's decode kernels derive ranges from a count per request and round them to 32 keys. Here kernels
+read the ranges, so that a policy may cut as it likes, and a picture shows what runs.
 """
 
 from __future__ import annotations
 
 import operator
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnlab.checks import positive, require, tensor
-from attnlab.registry import Registry
-
-MIN_BLOCK = 32
-"""Where a policy asks for a number of ranges, their size is rounded up to a multiple of this many keys."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitContext:
-    """What a policy may look at besides the lengths: host numbers only.
-
-    `multiprocessors` is None where the device does not say. `group` rows share one sequence's length (the
-    branches of a draft); a plain decode has 1.
-    """
-
-    heads: int
-    kv_heads: int
-    v_dim: int
-    mla: bool
-    context_len: int
-    multiprocessors: int | None
-    group: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("heads", "kv_heads", "v_dim", "context_len", "group"):
-            positive(name, getattr(self, name))
-        require(
-            self.multiprocessors is None or self.multiprocessors >= 1,
-            f"multiprocessors: expected at least 1, or None if unknown, got {self.multiprocessors}",
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitBounds:
-    """What a policy promises: at most `max_ranges` per request, none (but a last one) under `min_size` keys."""
-
-    max_ranges: int
-    min_size: int
-
-    def __post_init__(self) -> None:
-        positive("max_ranges", self.max_ranges)
-        positive("min_size", self.min_size)
-
-    def capacity(self, *, reqs: int, total: int) -> int:
-        """Return the most ranges that `reqs` requests of `total` tokens together can have."""
-        return min(reqs * self.max_ranges, total // self.min_size + reqs)
-
-
-class SplitPolicy(ABC):
-    """A rule that cuts requests into ranges, on the device: tensors in, tensors out, without waiting for it.
-
-    It answers with one range size per request: range i covers `[i * size, min((i + 1) * size, len))`. Ranges made
-    that way cover every key once, whatever the sizes. Sizes that would break the promised bounds are raised.
-    """
-
-    name: str
-
-    @property
-    def label(self) -> str:
-        """The name with the parameters' values, for tables and pictures: `tile 128`."""
-        if not is_dataclass(self):
-            return self.name
-        return " ".join([self.name, *(str(getattr(self, field.name)) for field in fields(self))])
-
-    @abstractmethod
-    def bounds(self, *, bound_max: int, ctx: SplitContext) -> SplitBounds:
-        """Return what holds for every request of up to `bound_max` tokens; scratch is sized by it."""
-
-    @abstractmethod
-    def sizes(self, lens: Int[Tensor, " reqs"], ctx: SplitContext) -> SplitSizes:
-        """Return a range size per request, in torch: the policy's meaning."""
-
-    def sizes_triton(self, lens: Int[Tensor, " reqs"], ctx: SplitContext) -> SplitSizes:
-        """Return the same from a Triton kernel, where the policy has one."""
-        return self.sizes(lens, ctx)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SplitSizes:
-    """`size`: keys per range; `nominal`: ranges asked for, before rounding. Both int32 `[reqs]`, on the device."""
-
-    size: Int[Tensor, " reqs"]
-    nominal: Int[Tensor, " reqs"]
-
-    def __post_init__(self) -> None:
-        tensor("size", self.size, shape=["reqs"], dtype=torch.int32)
-        tensor("nominal", self.nominal, shape=[self.size.shape[0]], dtype=torch.int32, device=self.size.device)
-
-    @classmethod
-    def of_counts(cls, lens: Int[Tensor, " reqs"], counts: Int[Tensor, " reqs"]) -> SplitSizes:
-        """Return the seed's sizes for so many ranges: the length's share, rounded up to MIN_BLOCK keys.
-
-        Fewer ranges than asked for may come out: 257 keys in 8 are 5 of 64.
-        """
-        share = -(-lens // counts.clamp(min=1))
-        return cls(size=-(-share // MIN_BLOCK) * MIN_BLOCK, nominal=counts)
-
-
-HostRule = Callable[[Sequence[int], SplitContext], Sequence[Sequence[tuple[int, int]]]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostPolicy:
-    """A policy in plain Python: lengths in, `[(start, end), ...]` per request out. The host must know the lengths."""
-
-    name: str
-    rule: HostRule
-    max_ranges: int
-
-    @property
-    def label(self) -> str:
-        """The name, for tables and pictures."""
-        return self.name
-
-    def bounds(self, *, bound_max: int, ctx: SplitContext) -> SplitBounds:
-        """Return the promised number of ranges per request; sizes may be anything."""
-        return SplitBounds(max_ranges=self.max_ranges, min_size=1)
-
-
-split_policies: Registry[Any] = Registry("policy")
-"""Policy classes (their instances are policies) and host policies, by name."""
-
-
-def split_policy(name: str, *, needs_host_lens: bool = False, max_ranges: int | None = None) -> Callable[[Any], Any]:
-    """Register a split policy: a SplitPolicy class, or with `needs_host_lens` a function in plain Python.
-
-    A function takes the lengths and a SplitContext and returns each request's ranges. They are checked before
-    anything runs; `max_ranges`, the most that it gives to one request, sizes the scratch.
-
-    >>> @split_policy("halves", needs_host_lens=True, max_ranges=2)
-    ... def halves(lens, ctx):
-    ...     return [[(0, n // 2), (n // 2, n)] if n > 1 else [(0, n)] * n for n in lens]
-    >>> halves.name
-    'halves'
-    """
-    require(
-        needs_host_lens == (max_ranges is not None),
-        f"max_ranges: a policy in plain Python states it, a SplitPolicy class has bounds() instead, got {max_ranges}",
-    )
-
-    def add(item: Any) -> Any:
-        policy = item
-        if needs_host_lens and max_ranges is not None:
-            policy = HostPolicy(name=name, rule=item, max_ranges=positive("max_ranges", max_ranges))
-        else:
-            is_policy = isinstance(item, type) and issubclass(item, SplitPolicy)
-            require(is_policy, f"policy {name!r}: expected a SplitPolicy class, got {item!r}", TypeError)
-            item.name = name
-        return split_policies.add(name, policy, owner=item.__module__)
-
-    return add
-
-
-def resolve_policy(policy: str | SplitPolicy | HostPolicy) -> SplitPolicy | HostPolicy:
-    """Return the policy of that name with its published parameters, or the given one unchanged."""
-    if isinstance(policy, str):
-        found = split_policies.get(policy)
-        made: SplitPolicy | HostPolicy = found() if isinstance(found, type) else found
-        return made
-    require(
-        isinstance(policy, SplitPolicy | HostPolicy),
-        f"policy: expected a policy or one of {', '.join(split_policies.names())}, got {policy!r}",
-        TypeError,
-    )
-    return policy
+from attnlab.checks import require, tensor
+from attnlab.plan.policy import HostPolicy, SplitBounds, SplitContext, SplitSizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

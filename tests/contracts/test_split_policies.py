@@ -15,16 +15,8 @@ from attnlab.plan import policies  # noqa: F401  (registers the policies)
 from attnlab.plan.policies.seed import Seed
 from attnlab.plan.policies.static import Static
 from attnlab.plan.policies.tile import Tile
-from attnlab.plan.splits import (
-    HostPolicy,
-    HostSplits,
-    SplitContext,
-    SplitPolicy,
-    resolve_policy,
-    split_policies,
-    splits_of_host,
-    splits_of_sizes,
-)
+from attnlab.plan.policy import HostPolicy, SplitContext, SplitPolicy, resolve_policy, split_policies
+from attnlab.plan.splits import HostSplits, splits_of_host, splits_of_sizes
 from tests.strategies import DEVICE, contexts, lengths, lens
 
 NAMES = split_policies.names()

@@ -12,14 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attnlab.checks import positive
-from attnlab.plan.splits import (
-    MIN_BLOCK,
-    SplitBounds,
-    SplitContext,
-    SplitPolicy,
-    SplitSizes,
-    split_policy,
-)
+from attnlab.plan.policy import MIN_BLOCK, SplitBounds, SplitContext, SplitPolicy, SplitSizes, split_policy
 
 
 @split_policy("static")

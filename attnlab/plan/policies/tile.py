@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attnlab.checks import positive
-from attnlab.plan.splits import SplitBounds, SplitContext, SplitPolicy, SplitSizes, split_policy
+from attnlab.plan.policy import SplitBounds, SplitContext, SplitPolicy, SplitSizes, split_policy
 
 
 @split_policy("tile")
