@@ -45,6 +45,14 @@ class _CannotLaunch:
         raise RuntimeError(f'kernel {self.name} cannot be launched: {PROBLEM}; use engine="eager"')
 
 
-def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit`, or a stand-in that raises on launch where Triton is missing."""
-    return _CannotLaunch(function) if triton is None else triton.jit(function)
+def jit(function: Callable[..., Any] | None = None, *, do_not_specialize: tuple[str, ...] = ()) -> Any:
+    """`triton.jit`, or a stand-in that raises on launch where Triton is missing.
+
+    `do_not_specialize` names the integers that change from step to step: a kernel is otherwise compiled again for each
+    that is 1, or divisible by 16.
+    """
+    if function is None:
+        return lambda decorated: jit(decorated, do_not_specialize=do_not_specialize)
+    if triton is None:
+        return _CannotLaunch(function)
+    return triton.jit(function, do_not_specialize=list(do_not_specialize))

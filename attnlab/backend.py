@@ -6,36 +6,51 @@ engine, policy, scratch, and a tracer while somebody records. The plan is an arg
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from attnlab.batch import DecodeBatch
 from attnlab.checks import describe, positive, require, same_device, tensor
-from attnlab.engines import FLOATS, Engine, check_decode, engine_for
+from attnlab.engines import Engine, engine_for
 from attnlab.memory.pool import KVPool
 from attnlab.memory.requests import RequestTable
 from attnlab.plan import policies  # noqa: F401  (registers the policies)
 from attnlab.plan.build import Planner
+from attnlab.plan.call import FLOATS, DecodeCall
 from attnlab.plan.plans import DecodePlan, Lane
 from attnlab.plan.policy import HostPolicy, SplitPolicy, resolve_policy
 from attnlab.plan.workspace import Partials, Workspace
 from attnlab.spec import LayerSpec, ModelSpec
-from attnlab.trace import DecodeCall, Tracer
+from attnlab.trace import Tracer
 
 
 class AttentionBackend:
     """Plans and runs attention over a paged cache.
 
-    `policy` and `engine` are names or objects; neither has a default. `multiprocessors` is what policies count
-    with; on a CPU it may be that of the GPU one studies, or None where unknown. Scratch for `max_requests` is
-    allocated here.
+    `policy` and `engine` are names or objects; neither has a default. `multiprocessors` is what policies count with; on
+    a CPU it may be that of the GPU one studies, or None where unknown. Scratch for batches of up to `max_requests`
+    requests and `max_tokens` tokens is allocated here, once. Without shared slots no batch has more tokens than the
+    pool has slots, which is what `max_tokens` is unless it is given.
 
-    >>> import attnlab
-    >>> wb = attnlab.workbench("SmolLM2-135M", lens=[300, 40], policy="seed", engine="eager")
-    >>> plan = wb.backend.plan(wb.batch)
-    >>> q, k, v = wb.newest(18)
-    >>> wb.backend.decode(18, q, k, v, plan).shape
-    torch.Size([2, 9, 64])
+    The parts by hand, for one request of five tokens (`attnlab.workbench` does the same in a line):
+
+    >>> import torch
+    >>> from attnlab import AttentionBackend, AttentionSpec, DecodeBatch, MHAPool, ModelSpec, RequestTable
+    >>> attention = AttentionSpec(heads=4, kv_heads=2, qk_dim=16, v_dim=16, scale=0.25)
+    >>> model = ModelSpec.uniform(attention, layers=1, context_len=64, page_size=1, kv_dtype=torch.float32)
+    >>> pool = MHAPool(model, num_slots=32, device="cpu")
+    >>> table = RequestTable(max_requests=2, max_context=64, num_slots=32, device="cpu")
+    >>> backend = AttentionBackend(
+    ...     model=model, pool=pool, table=table, engine="eager", policy="seed", max_requests=2, multiprocessors=132
+    ... )
+    >>> row = table.admit()
+    >>> slots = pool.allocator.allocate(row, 4)                              # four tokens are cached
+    >>> table.append(row, slots)
+    >>> pool.write(0, slots, torch.randn(4, 2, 16), torch.randn(4, 2, 16))
+    >>> table.append(row, pool.allocator.allocate(row, 1))                   # the fifth gets its slot before planning
+    >>> plan = backend.plan(DecodeBatch.of(rows=[row], lens=[5], device="cpu"))
+    >>> q, k, v = torch.randn(1, 4, 16), torch.randn(1, 2, 16), torch.randn(1, 2, 16)
+    >>> backend.decode(0, q, k, v, plan).shape                               # stores k and v, then attends
+    torch.Size([1, 4, 16])
     """
 
     def __init__(
@@ -48,8 +63,10 @@ class AttentionBackend:
         policy: str | SplitPolicy | HostPolicy,
         max_requests: int,
         multiprocessors: int | None,
+        max_tokens: int | None = None,
     ) -> None:
         positive("max_requests", max_requests)
+        max_tokens = pool.num_slots if max_tokens is None else positive("max_tokens", max_tokens)
         _check_parts(model, pool, table, max_requests)
         self.model, self.pool, self.table = model, pool, table
         self.engine = engine_for(engine, pool.device)
@@ -65,23 +82,15 @@ class AttentionBackend:
             multiprocessors=multiprocessors,
         )
         self.workspace = Workspace(
-            max_ranges=self._max_ranges(max_requests),
+            max_ranges=self._max_ranges(max_requests, max_tokens),
             heads=max(layer.attention.heads for layer in model.layers),
             v_dims={layer.attention.v_dim for layer in model.layers},
             device=pool.device,
         )
 
     def plan(self, batch: DecodeBatch) -> DecodePlan:
-        """Return the plan of a step; raise before anything is written where the batch cannot be served."""
-        plan = self.planner.build(batch)
-        for lane in plan.lanes:
-            have = self.workspace.max_ranges
-            require(
-                lane.splits.capacity <= have,
-                f"batch: may need {lane.splits.capacity:,} ranges, the scratch holds {have:,}; "
-                "build the backend with a larger max_requests",
-            )
-        return plan
+        """Return the plan of a step; raise before any list is gathered where the batch cannot be served."""
+        return self.planner.build(batch, max_ranges=self.workspace.max_ranges)
 
     def decode(
         self,
@@ -106,65 +115,36 @@ class AttentionBackend:
         """
         spec = self.model.layer(layer)
         lane = self._lane(layer, plan)
-        view = self.pool.view(spec.pool_layer)
         q = _split_heads(q, spec)
         if out is None:
-            out = torch.empty(
-                lane.splits.reqs,
-                spec.attention.heads,
-                spec.attention.v_dim,
-                dtype=q.dtype,
-                device=q.device,
-            )
-        check_decode(q=q, view=view, lane=lane, spec=spec.attention, out=out, lse=lse, sinks=sinks, aux=aux)
-        partials = self.partials(layer, plan)
-        if save:
-            keys = tensor(
-                "k",
-                k,
-                shape=["reqs", "kv_heads", "qk_dim"],
-                dtype=FLOATS,
-                hint="or pass save=False",
-            )
-            self.pool.store(spec.pool_layer, lane.write_slots, keys, v)
-        else:
-            require(
-                k is None and v is None,
-                "k, v: with save=False nothing is stored; pass None for both",
-            )
-        times = None if self.tracer is None else self.tracer.times_for(layer, lane)
-        self.engine.decode(
-            q=q,
-            view=view,
-            lane=lane,
+            out = q.new_empty(lane.splits.reqs, spec.attention.heads, spec.attention.v_dim)
+        call = DecodeCall(
+            layer=layer,
             spec=spec.attention,
-            partials=partials,
+            view=self.pool.view(spec.pool_layer),
+            lane=lane,
+            partials=self.partials(layer, plan),
+            q=q,
             out=out,
             lse=lse,
             sinks=sinks,
             aux=aux,
-            times=times,
+            times=None if self.tracer is None else self.tracer.times_for(layer, lane),
         )
+        if save:
+            keys = tensor("k", k, shape=("reqs", "kv_heads", "qk_dim"), dtype=FLOATS, hint="or pass save=False")
+            self.pool.store(spec.pool_layer, lane.write_slots, keys, v)
+        else:
+            require(k is None and v is None, "k, v: with save=False nothing is stored; pass None for both")
+        self.engine.decode(call)
         if self.tracer is not None:
-            self.tracer.decoded(
-                DecodeCall(
-                    layer=layer,
-                    spec=spec.attention,
-                    view=view,
-                    lane=lane,
-                    q=q,
-                    partials=partials,
-                    sinks=sinks,
-                    aux=aux,
-                    times=times,
-                )
-            )
+            self.tracer.decoded(call)
         return out
 
     def partials(self, layer: int, plan: DecodePlan) -> Partials:
         """Return the scratch of this layer and plan: after its decode call, and until the next, every range's state."""
         lane, spec = plan.lane(layer), self.model.layer(layer).attention
-        return self.workspace.partials(programs=lane.schedule.programs, group=spec.group, v_dim=spec.v_dim)
+        return self.workspace.partials(count=lane.schedule.partials, group=spec.group, v_dim=spec.v_dim)
 
     def _lane(self, layer: int, plan: DecodePlan) -> Lane:
         require(
@@ -174,12 +154,12 @@ class AttentionBackend:
         )
         return plan.lane(layer)
 
-    def _max_ranges(self, max_requests: int) -> int:
+    def _max_ranges(self, max_requests: int, max_tokens: int) -> int:
+        """Return the most ranges that a batch of so many requests and tokens can be cut into, in any lane."""
         bound = min(self.model.context_len, self.table.max_context)
-        # Requests may share slots, so that together they can be longer than the pool.
-        total = min(max_requests * bound, 2**31 - 1)
-        kinds = {layer.attention for layer in self.model.layers}
-        bounds = [self.policy.bounds(bound_max=bound, ctx=self.planner.context(kind)) for kind in kinds]
+        total = min(max_requests * bound, max_tokens)
+        contexts = [self.planner.context(layers) for layers in self.planner.kinds().values()]
+        bounds = [self.policy.bounds(bound_max=bound, ctx=ctx) for ctx in contexts]
         return max(b.capacity(reqs=max_requests, total=total) for b in bounds)
 
 

@@ -45,30 +45,57 @@ def tensor(
 
     An int in `shape` must match, a word names an axis of any size. `hint` says where the expectation comes from.
     """
-    dtypes = [dtype] if isinstance(dtype, torch.dtype) else list(dtype or [])
+    # Calls that are right are many: look first, word the error only where there is one.
+    dtypes = (dtype,) if isinstance(dtype, torch.dtype) else dtype
+    is_tensor = isinstance(x, Tensor)
+    if (
+        isinstance(x, Tensor)
+        and _sizes_match(x.shape, shape)
+        and (dtypes is None or x.dtype in dtypes)
+        and (device is None or same_device(x.device, device))
+    ):
+        return x
     wanted = f"[{', '.join(str(s) for s in shape)}]"
-    wanted += " " + " or ".join(str(d).removeprefix("torch.") for d in dtypes) if dtypes else ""
+    if dtypes is not None:
+        wanted += " " + " or ".join(str(d).removeprefix("torch.") for d in dtypes)
     wanted += f" on {device}" if device is not None else ""
     message = f"{name}: expected {wanted}, got {describe(x)}" + (f"; {hint}" if hint else "")
-    if not isinstance(x, Tensor):
-        raise TypeError(message)
-    sizes_match = x.dim() == len(shape) and all(
-        isinstance(want, str) or want == got for want, got in zip(shape, x.shape, strict=False)
+    wrong_type = not is_tensor or (dtypes is not None and isinstance(x, Tensor) and x.dtype not in dtypes)
+    raise (TypeError if wrong_type else ValueError)(message)
+
+
+def _sizes_match(got: torch.Size, wanted: Sequence[int | str]) -> bool:
+    return len(got) == len(wanted) and all(
+        isinstance(want, str) or want == size for want, size in zip(wanted, got, strict=True)
     )
-    require(sizes_match, message)
-    require(not dtypes or x.dtype in dtypes, message, TypeError)
-    require(device is None or same_device(x.device, device), message)
-    return x
 
 
 def same_device(a: torch.device, b: torch.device) -> bool:
     """Whether two devices are one; `cuda` without an index means the current one."""
-    if a.type != b.type:
-        return False
-    if a.type != "cuda":
+    if a == b:
         return True
+    if a.type != "cuda" or b.type != "cuda":
+        return a.type == b.type
     current = torch.cuda.current_device()
     return (current if a.index is None else a.index) == (current if b.index is None else b.index)
+
+
+def placed(device: torch.device | str) -> torch.device:
+    """Return the device with its number, so that `cuda` means one GPU for good; raise where there is none."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return device
+    require(torch.cuda.is_available(), f"device: torch sees no GPU here, got {device}; use device='cpu'")
+    count = torch.cuda.device_count()
+    require((device.index or 0) < count, f"device: there are GPUs 0 to {count - 1}, got {device}")
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def contiguous(name: str, x: Tensor) -> Tensor:
+    """Return `x` if its elements lie in order without gaps, as kernels read it, or raise."""
+    if not x.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}; pass {name}.contiguous()")
+    return x
 
 
 def last_axis_contiguous(name: str, x: Tensor) -> Tensor:

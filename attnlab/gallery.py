@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from attnlab.batch import HostLens
 from attnlab.inspect.samples import MODEL
 from attnlab.inspect.traffic import draw_decode_lens
 from attnlab.inspect.workbench import H200_MULTIPROCESSORS, workbench
@@ -14,7 +13,8 @@ from attnlab.plan.policies.seed import Seed
 from attnlab.plan.policies.static import Static
 from attnlab.plan.policies.tile import Tile
 from attnlab.plan.policy import SplitContext, SplitPolicy
-from attnlab.plan.splits import splits_of_sizes
+from attnlab.plan.schedule import Schedule
+from attnlab.plan.splits import cut
 from attnlab.plots.picture import Picture
 from attnlab.plots.schedule_view import ScheduleView, schedule_views
 from attnlab.plots.show import show
@@ -37,13 +37,10 @@ def split_schedule() -> Picture:
 
 
 def _view(lens: list[int], policy: SplitPolicy, ctx: SplitContext) -> ScheduleView:
-    on_device = HostLens.of(lens, device="cpu").device
-    bounds = policy.bounds(bound_max=max(lens), ctx=ctx)
-    splits = splits_of_sizes(
-        policy.sizes(on_device, ctx), on_device, policy=policy.label, bounds=bounds, total=sum(lens)
-    )
+    splits = cut(policy, lens, ctx)
+    schedule = Schedule.one_range_a_program(splits, kv_heads=ctx.kv_heads)
     (view,) = schedule_views(splits, multiprocessors=ctx.multiprocessors)
-    return replace(view, kv_heads=ctx.kv_heads, programs=splits.capacity * ctx.kv_heads)
+    return replace(view, kv_heads=ctx.kv_heads, programs=schedule.programs)
 
 
 def lse_merge() -> Picture:

@@ -140,7 +140,7 @@ def _worst(bench: Workbench, truth: dict[int, Tensor], step: Callable[[str], Non
         q, k, v = bench.newest(layer)
         out = bench.backend.decode(layer, q.float(), k, v, plan)
         worst = max(worst, float((out.cpu().double() - truth[layer]).abs().max()))
-        step(f"{bench.backend.policy.label}, layer {layer}, {bench.backend.engine.name}")
+        step(f"{bench.backend.policy.name}, layer {layer}, {bench.backend.engine.name}")
     return worst
 
 

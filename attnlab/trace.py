@@ -17,30 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from attnlab.checks import require
-from attnlab.memory.pool import KVView
+from attnlab.plan.call import DecodeCall
 from attnlab.plan.plans import Lane
-from attnlab.plan.workspace import Partials
-from attnlab.spec import AttentionSpec
 
 Stage = Literal["raw", "scaled", "capped", "masked", "weights"]
 STAGES: tuple[Stage, ...] = ("raw", "scaled", "capped", "masked", "weights")
 """What a score goes through: the dot product, times the scale, capped (tempered and modified too), masked, softmax."""
 FORMAT = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DecodeCall:
-    """A decode call that has just run, as a tracer sees it: live tensors, valid until the next call."""
-
-    layer: int
-    spec: AttentionSpec
-    view: KVView
-    lane: Lane
-    q: Tensor
-    partials: Partials
-    sinks: Tensor | None
-    aux: Tensor | None
-    times: Tensor | None
 
 
 class Tracer(Protocol):

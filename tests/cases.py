@@ -18,6 +18,7 @@ from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.pools.mla import MLAPool
 from attnlab.memory.requests import RequestTable
 from attnlab.mods.registry import score_mods
+from attnlab.plan.call import DecodeCall
 from attnlab.plan.index import KVIndex
 from attnlab.plan.layout import KVLayout
 from attnlab.plan.plans import DecodePlan, Lane
@@ -322,11 +323,11 @@ def decode_one(
     """Decode one request straight from a view; return q and the output."""
     lane, device = lane_of(slots, spec.kv_heads), slots.device
     work = Workspace(max_ranges=lane.splits.capacity, heads=spec.heads, v_dims={spec.v_dim}, device=device)
-    partials = work.partials(programs=lane.schedule.programs, group=spec.group, v_dim=spec.v_dim)
+    partials = work.partials(count=lane.schedule.partials, group=spec.group, v_dim=spec.v_dim)
     q = torch.randn(1, spec.heads, spec.qk_dim, device=device).to(dtype)
     out = torch.full((1, spec.heads, spec.v_dim), float("nan"), dtype=dtype, device=device)
-    call = {"q": q, "view": view, "lane": lane, "spec": spec, "partials": partials, "out": out}
-    engine_for(engine, device).decode(**call, lse=None, sinks=None, aux=None)
+    call = DecodeCall(layer=0, spec=spec, view=view, lane=lane, partials=partials, q=q, out=out)
+    engine_for(engine, device).decode(call)
     return q[0], out[0]
 
 

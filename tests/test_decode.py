@@ -7,10 +7,13 @@ import dataclasses
 import pytest
 import torch
 
+from attnlab.eager import decode as eager_decode
 from attnlab.eager import oracle
 from attnlab.inspect.workbench import workbench
 from attnlab.memory.pool import KVView
+from attnlab.plan.policies.seed import Seed
 from attnlab.plan.policies.static import Static
+from attnlab.plan.policies.tile import Tile
 from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec
 from tests.cases import CASES, ENGINES, FP8, Case, Stand, decode_one, poison
 from tests.tolerances import FP8_STATISTIC, LSE, OUTPUT
@@ -36,7 +39,10 @@ def test_output_does_not_depend_on_the_number_of_splits(engine: str, device: str
 @pytest.mark.parametrize("policy", ["seed", "static", "tile"])
 def test_scratch_that_nobody_owns_never_reaches_an_output(engine: str, device: str, policy: str) -> None:
     """B01: 29 splits asked for, 8 hold keys; the rest of the scratch is NaN, then zero."""
+    policy = Seed(max_splits=64) if policy == "seed" else policy
     stand = Stand(TOY.but(lens=(256, 5, 0), policy=policy), engine, device)
+    splits = stand.plan().lanes[0].splits.to_host()
+    assert sum(splits.nominal) > sum(splits.effective) or policy == "tile"
     poisoned = stand.run()
     stand.backend.workspace.fill(0.0)
     clean = stand.run()
@@ -129,9 +135,13 @@ def test_a_modifier_that_hides_a_whole_split_gives_no_nan(engine: str, device: s
     want, want_lse = stand.expected()
     torch.testing.assert_close(out.double(), want, **OUTPUT[torch.float32])
     torch.testing.assert_close(lse.double(), want_lse, **LSE)
-    short = Stand(TOY.but(lens=(9, 40), mod="relative_bias"), engine, device)
-    short.aux[:] = float("-inf")  # now all keys of request 0 are hidden
+    # Now all keys of request 0 are hidden, and of request 1 a whole range beside a live one.
+    short = Stand(TOY.but(lens=(9, 40), mod="relative_bias", policy=Tile(tile=16)), engine, device)
+    short.aux[:] = float("-inf")
     out, lse = short.run()
+    want, want_lse = short.expected()
+    torch.testing.assert_close(out.double(), want, **OUTPUT[torch.float32])
+    torch.testing.assert_close(lse.double(), want_lse, **LSE)
     assert torch.equal(out[0], torch.zeros_like(out[0]))
     assert torch.equal(lse[0], torch.full_like(lse[0], float("-inf")))
 
@@ -226,14 +236,20 @@ def test_strided_queries_and_outputs(engine: str, device: str) -> None:
 
 @engines
 def test_a_changed_schedule_runs_as_it_says(engine: str, device: str) -> None:
-    """The plan is data: programs in reverse order give the same bits."""
+    """The plan is data: segments in reverse order, or several to a program, give the same bits."""
     stand = Stand(TOY.but(policy="static"), engine, device)
     plan = stand.plan()
     lane = plan.lanes[0]
-    schedule = dataclasses.replace(lane.schedule, segments=lane.schedule.segments.flip(0))
-    schedule.validate(lane.splits)
-    changed = dataclasses.replace(plan, lanes=(dataclasses.replace(lane, schedule=schedule),))
-    assert torch.equal(stand.run(changed)[0], stand.run(plan)[0])
+    count = lane.schedule.segments.shape[0]
+    reversed_order = {"segments": lane.schedule.segments.flip(0), "program_indptr": [*range(count + 1)]}
+    shared = {"program_indptr": [0, 3, 3, count]}
+    for change in (reversed_order, shared):
+        change["program_indptr"] = torch.tensor(change["program_indptr"], dtype=torch.int32, device=device)
+        schedule = dataclasses.replace(lane.schedule, **change)
+        schedule.validate(lane.splits)
+        changed = dataclasses.replace(plan, lanes=(dataclasses.replace(lane, schedule=schedule),))
+        stand.backend.workspace.fill(float("nan"))
+        assert torch.equal(stand.run(changed)[0], stand.run(plan)[0])
 
 
 @engines
@@ -305,3 +321,43 @@ def test_fp8_stays_close_to_the_unrounded_values(engine: str, device: str) -> No
     exact = Stand(case.but(kv_dtype=torch.float32), engine, device)
     error = (stand.run()[0] - exact.expected()[0]).abs().mean()
     assert 0 < error <= FP8_STATISTIC * exact.expected()[0].std()
+
+
+@pytest.mark.skipif(ENGINES[0][1] != "cpu", reason="needs memory behind every page")
+@engines
+def test_a_head_beyond_2_31_elements_is_read(engine: str, device: str) -> None:
+    """Head-major storage: the stride between heads, not that between slots, is large."""
+    slots = 2**31 // (7 * 64) + 500
+    storage = torch.empty(8, slots, 64, dtype=torch.uint8).view(FP8)
+    used = torch.randperm(400)[:40] + slots - 400
+    storage.view(torch.uint8)[:, used] = torch.randn(8, 40, 64).to(FP8).view(torch.uint8)
+    rows = storage.permute(1, 0, 2)
+    spec = AttentionSpec(heads=16, kv_heads=8, qk_dim=64, v_dim=64, scale=0.125)
+    q, out = decode_one(engine, spec, KVView(k=rows, v=rows), used, torch.float32)
+    row = rows.view(torch.uint8)[used].view(FP8)
+    want, _ = oracle.attention(q, row, row, scale=spec.scale)
+    torch.testing.assert_close(out.double(), want, **OUTPUT[torch.float32])
+
+
+@engines
+def test_latent_rows_may_be_page_major(engine: str, device: str) -> None:
+    storage = torch.full((6, 3, 4, 1, 288), float("nan"), device=device)
+    k = storage[:, 1]  # pages of 4 rows, two others between them
+    used = torch.tensor([21, 4, 5, 6, 11, 23], device=device)
+    k[used // 4, used % 4] = torch.randn(6, 1, 288, device=device)
+    spec = AttentionSpec(heads=20, kv_heads=1, qk_dim=288, v_dim=256, scale=0.06)
+    q, out = decode_one(engine, spec, KVView(k=k, v=k[..., :256], v_in_k=True), used, torch.float32)
+    row = k[used // 4, used % 4]
+    want, _ = oracle.attention(q, row, row[..., :256], scale=spec.scale)
+    torch.testing.assert_close(out.double(), want, **OUTPUT[torch.float32])
+
+
+def test_the_eager_engine_cuts_a_long_segment_always_at_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is bounded by chunks; what else is in the batch must not move a chunk's border in a request."""
+    monkeypatch.setattr(eager_decode, "MAX_GATHERED", 3 * eager_decode.TILE * 32)
+    alone, crowd = TOY.but(lens=(900,), policy=Static(splits=1)), TOY.but(lens=(40, 900, 300), policy=Static(splits=1))
+    a, b = Stand(alone, "eager", "cpu"), Stand(crowd, "eager", "cpu")
+    b.q[1], b.k[1], b.v[1] = a.q[0], a.k[0], a.v[0]
+    b.pool.write(1, b.table.slots_of(b.rows[1]).long(), a.k[0], a.v[0])
+    b.check()
+    assert torch.equal(a.run()[0][0], b.run()[0][1])

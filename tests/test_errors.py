@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import torch
 
 import attnlab
 from attnlab.batch import DecodeBatch, DeviceLens
+from attnlab.plan.schedule import Schedule
 from tests.cases import CASES, ENGINES, Stand
 
 TOY = CASES[0]
@@ -25,7 +27,7 @@ def arguments(stand: Stand) -> dict[str, object]:
 BAD_CALLS: dict[str, tuple[Callable[[Stand, dict[str, object]], None], str]] = {
     "q of another head count": (
         lambda s, a: a.update(q=s.q[:, :7]),
-        r"q: expected \[4, 8, 32\] .* got \[4, 7, 32\] float32 on .*the layer 8 heads",
+        r"q: expected \[4, 8, 32\] .* got \[4, 7, 32\] float32 on .*layer 1 8 heads",
     ),
     "q of another batch": (lambda s, a: a.update(q=s.q[:3]), r"q: expected \[4, 8, 32\].*the plan has 4 requests"),
     "q of integers": (
@@ -49,9 +51,12 @@ BAD_CALLS: dict[str, tuple[Callable[[Stand, dict[str, object]], None], str]] = {
     ),
     "sinks that the layer does not have": (
         lambda s, a: a.update(sinks=torch.zeros(8, device=s.device)),
-        r"sinks: the layer has no sinks, got \[8\] float32",
+        r"sinks: expected None, as the layer has no sinks, got \[8\] float32",
     ),
-    "aux without a modifier": (lambda s, a: a.update(aux=s.q), r"aux: the layer's score modifier reads no aux tensor"),
+    "aux without a modifier": (
+        lambda s, a: a.update(aux=s.q),
+        r"aux: expected None, as no modifier of the layer reads it",
+    ),
     "out of another shape": (lambda s, a: a.update(out=s.q[..., :8]), r"out: expected \[4, 8, 32\]"),
     "lse of another dtype": (
         lambda s, a: a.update(lse=torch.zeros(4, 8, dtype=torch.float64, device=s.device)),
@@ -79,10 +84,23 @@ def test_a_bad_decode_call_stores_nothing(engine: str, device: str, name: str) -
         assert torch.equal(old.nan_to_num(7.0), new.nan_to_num(7.0))
 
 
+def test_a_plan_changed_into_something_kernels_cannot_read_is_refused() -> None:
+    stand = Stand(TOY, "eager", ENGINES[0][1])
+    schedule = stand.plan().lanes[0].schedule
+    turned = schedule.segments.t().contiguous().t()
+    with pytest.raises(ValueError, match="segments: expected a contiguous tensor"):
+        dataclasses.replace(schedule, segments=turned)
+    plan = stand.plan()
+    fewer = Schedule.one_range_a_program(plan.lanes[0].splits, kv_heads=1)
+    changed = dataclasses.replace(plan, lanes=(dataclasses.replace(plan.lanes[0], schedule=fewer),))
+    with pytest.raises(ValueError, match="plan: deals ranges to 1 KV heads, layer 1 has 2"):
+        stand.run(changed)
+
+
 def test_missing_sinks_and_aux_are_named() -> None:
     for change, message in (
-        ({"sinks": True}, "sinks: the layer has sinks, got"),
-        ({"mod": "relative_bias"}, "aux: the layer's"),
+        ({"sinks": True}, r"sinks: expected one logit per head, \[8\], got"),
+        ({"mod": "relative_bias"}, r"aux: expected \[4, 8, width\], which the layer's modifier reads"),
     ):
         stand = Stand(TOY.but(**change), "eager", ENGINES[0][1])
         with pytest.raises(ValueError, match=message):

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from attnlab.assets import data_path
-from attnlab.engines import check_decode, engine_for
+from attnlab.engines import engine_for
 from attnlab.memory.pool import KVView
 from attnlab.mods.relative_bias import relative_bias
+from attnlab.plan.call import DecodeCall
 from attnlab.plan.index import KVIndex
 from attnlab.plan.layout import KVLayout
 from attnlab.plan.plans import Lane
@@ -71,12 +72,20 @@ class Golden:
             max_ranges=self.lane.splits.capacity, heads=self.spec.heads, v_dims={self.spec.v_dim}, device=device
         )
         work.fill(float("nan"))
-        partials = work.partials(programs=self.lane.schedule.programs, group=self.spec.group, v_dim=self.spec.v_dim)
+        partials = work.partials(count=self.lane.schedule.partials, group=self.spec.group, v_dim=self.spec.v_dim)
         out = torch.full_like(self.arrays["out"], float("nan"))
-        call = {"q": self.arrays["q"], "view": self.view, "lane": self.lane, "spec": self.spec, "out": out}
-        call |= {"lse": None, "sinks": self.sinks, "aux": self.aux}
-        check_decode(**call)
-        engine_for(engine, device).decode(**call, partials=partials)
+        call = DecodeCall(
+            layer=0,
+            spec=self.spec,
+            view=self.view,
+            lane=self.lane,
+            partials=partials,
+            q=self.arrays["q"],
+            out=out,
+            sinks=self.sinks,
+            aux=self.aux,
+        )
+        engine_for(engine, device).decode(call)
         return out, partials
 
     def check(self, out: Tensor, partials: Partials, tolerance: dict[str, float]) -> None:

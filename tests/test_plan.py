@@ -41,7 +41,7 @@ from attnlab.plan.splits import SplitPlan, offsets_of, splits_of_host, splits_of
 from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec
 from tests.strategies import DEVICE, Held, cut_batches, tables
 
-OPS: dict[str, PlanOps] = {"eager": EagerPlanOps(), "triton": TritonPlanOps()}
+OPS: dict[str, PlanOps] = {"eager": EagerPlanOps(), "triton": TritonPlanOps(torch.device(DEVICE))}
 both_ops = pytest.mark.parametrize("ops", OPS)
 POLICIES = ["seed", "static", "tile"]
 
@@ -299,7 +299,7 @@ def test_a_policy_is_a_name_or_an_object() -> None:
     assert resolve_policy(tile) is tile and resolve_policy("tile") == Tile()
     with pytest.raises(ValueError, match="policy: expected one of seed, static, tile.*, got 'sead'"):
         resolve_policy("sead")
-    with pytest.raises(TypeError, match=r"policy: expected a policy or one of seed, .*got 8"):
+    with pytest.raises(TypeError, match=r"policy: expected one of seed, .*got 8"):
         resolve_policy(8)  # type: ignore[arg-type]
 
 
@@ -496,11 +496,27 @@ def test_device_lens_give_the_plan_of_host_lens(policy: str, ops: str) -> None:
     assert torch.equal(known.write_slots, unknown.write_slots)
 
 
+def test_rows_on_the_host_are_checked_also_where_lengths_are_on_the_device() -> None:
+    bench = Bench([5, 6])
+    batch = DecodeBatch(rows=torch.tensor([1, 99]), seq=DeviceLens(device=ints([5, 6]), bound_each=6, bound_total=11))
+    with pytest.raises(ValueError, match="rows: request 1 is in row 99; the table has rows 0 to 3"):
+        bench.planner().build(batch)
+
+
+@pytest.mark.gpu
 def test_rows_on_the_device_stay_inside_the_table() -> None:
     bench = Bench([5, 6])
     lens = DeviceLens(device=ints([5, 6]), bound_each=6, bound_total=11)
-    slots = bench.plan(lens, rows=[-4, 99]).lane(0).layout.index.slots
+    batch = DecodeBatch(rows=torch.tensor([-4, 99], device="cuda"), seq=lens)
+    slots = bench.planner().build(batch).lane(0).layout.index.slots
     assert slots.tolist() == bench.table.slots[0, :5].tolist() + bench.table.slots[3, :6].tolist()
+
+
+def test_one_row_is_not_decoded_twice() -> None:
+    bench = Bench([5, 6])
+    twice = DecodeBatch.of(rows=[bench.rows[0]] * 2, lens=[5, 5], device=DEVICE)
+    with pytest.raises(ValueError, match="rows: requests 0 and 1 are both row 1; they would write the same slot"):
+        bench.planner().build(twice)
 
 
 def test_a_request_longer_than_its_row_is_refused() -> None:
@@ -543,7 +559,7 @@ def test_layers_that_see_part_of_the_keys_are_named(field: str) -> None:
     bench = Bench([5])
     attention = dataclasses.replace(bench.model.layers[1].attention, **{field: 4})
     layers = (bench.model.layers[0], dataclasses.replace(bench.model.layers[1], attention=attention))
-    with pytest.raises(NotImplementedError, match=f"layer 1 has {field} 4"):
+    with pytest.raises(NotImplementedError, match=f"layers 1 have {field} 4"):
         bench.planner(dataclasses.replace(bench.model, layers=layers)).build(bench.batch())
 
 

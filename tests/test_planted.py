@@ -37,9 +37,11 @@ def test_a_planted_fault_is_found(patch: Path, tmp_path: Path) -> None:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "data").symlink_to(ROOT / "data")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    subprocess.run(["git", "apply", "--unsafe-paths", str(patch)], cwd=tmp_path, check=True)
     test = found_by.removeprefix("Found by: ")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", test]
+    # Without the fault the test passes here: what fails below fails because of the fault.
+    subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    subprocess.run(["git", "apply", "--unsafe-paths", str(patch)], cwd=tmp_path, check=True)
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode not in NOT_RUN, f"{test} {NOT_RUN[done.returncode]}:\n{done.stdout[-2000:]}"
     assert done.returncode != 0, f"{test} passes in spite of: {fault}"

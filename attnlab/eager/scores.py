@@ -6,22 +6,14 @@ import torch
 from torch import Tensor
 
 from attnlab.eager.decode import modify_scores
-from attnlab.memory.pool import KVView
-from attnlab.plan.layout import KVLayout
+from attnlab.plan.call import DecodeCall
 from attnlab.spec import AttentionSpec
 
 
-def decode_scores(
-    *,
-    q: Tensor,
-    view: KVView,
-    layout: KVLayout,
-    spec: AttentionSpec,
-    requests: Tensor,
-    max_keys: int,
-    aux: Tensor | None,
-) -> Tensor:
+def decode_scores(call: DecodeCall, spec: AttentionSpec, *, requests: Tensor, max_keys: int) -> Tensor:
     """Return the scores of some requests, `[rows, heads, max_keys]` fp32; -inf beyond a request's keys."""
+    q, view, layout = call.q, call.view, call.lane.layout
+    aux = call.aux if spec.mod is not None else None
     req = requests.long()
     rows, indptr = req.shape[0], layout.index.indptr.long()
     nothing = torch.full((rows, spec.heads, max_keys), float("-inf"), device=q.device)

@@ -17,10 +17,11 @@ from torch import Tensor
 from attnlab.backend import AttentionBackend
 from attnlab.checks import one_of, positive, require
 from attnlab.kernels.decode import HEAD_TILE
+from attnlab.plan.call import DecodeCall
 from attnlab.plan.plans import Lane
 from attnlab.plan.splits import HostSplits
 from attnlab.spec import AttentionSpec
-from attnlab.trace import STAGES, CallTrace, DecodeCall, ScoreTrace, Stage, Trace
+from attnlab.trace import STAGES, CallTrace, ScoreTrace, Stage, Trace
 
 BY_KEY_UP_TO = 256
 """Requests of so many keys are recorded key by key unless a pooling is chosen; longer ones by page."""
@@ -122,7 +123,7 @@ class Recorder:
         if not self.times or not self._looks_at(layer):
             return None
         group = self.backend.model.layer(layer).attention.group
-        shape = (lane.schedule.programs, -(-group // HEAD_TILE), 3)
+        shape = (lane.schedule.segments.shape[0], -(-group // HEAD_TILE), 3)
         return torch.zeros(shape, dtype=torch.int64, device=lane.schedule.segments.device)
 
     def decoded(self, call: DecodeCall) -> None:
@@ -191,15 +192,8 @@ class Recorder:
     def _stage(self, call: DecodeCall, request: int, keys: int, stage: Stage, lse: Tensor) -> Tensor:
         """Return one request's scores at a stage, `[heads, keys]` fp32, on the device."""
         spec = _spec_at(call.spec, stage)
-        scores = self.backend.engine.scores(
-            q=call.q,
-            view=call.view,
-            layout=call.lane.layout,
-            spec=spec,
-            requests=torch.tensor([request], dtype=torch.int32, device=call.q.device),
-            max_keys=keys,
-            aux=call.aux if spec.mod is not None else None,
-        )[0]
+        asked = torch.tensor([request], dtype=torch.int32, device=call.q.device)
+        scores = self.backend.engine.scores(call, spec, requests=asked, max_keys=keys)[0]
         if stage != "weights":
             return scores
         # A sink takes its share of the denominator, so that weights beside one sum to less than 1.

@@ -23,7 +23,7 @@ from attnlab import _triton
 from attnlab._boot import INTERPRETED
 from attnlab.assets import data_path
 from attnlab.checks import require
-from attnlab.kernels import decode, index
+from attnlab.kernels import decode, index, scores
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView
 from attnlab.mods.registry import score_mods
@@ -111,12 +111,12 @@ FP8 = torch.float8_e4m3fn
 GQA = Shape(name="gqa 4 x 128 (Llama-3)", heads=32, kv_heads=8, qk_dim=128, v_dim=128)
 MHA = Shape(name="mha 128 (OLMo-2)", heads=32, kv_heads=32, qk_dim=128, v_dim=128)
 MLA = Shape(name="mla 128 x 576/512 (DeepSeek-V3)", heads=128, kv_heads=1, qk_dim=576, v_dim=512, mla=True)
-HALF = torch.float16
+HALF, FP32 = torch.float16, torch.float32
 SHAPES = [
     GQA,
     replace(GQA, name="gqa 4 x 128, fp8", kv_dtype=FP8),
     replace(GQA, name="gqa 4 x 128, fp16", dtype=HALF, kv_dtype=HALF),
-    replace(GQA, name="gqa 4 x 128, fp32", dtype=torch.float32, kv_dtype=torch.float32),
+    replace(GQA, name="gqa 4 x 128, fp32", dtype=FP32, kv_dtype=FP32),
     replace(GQA, name="gqa 4 x 128, pages of 16", page_size=16),
     replace(GQA, name="gqa 8 x 128, every feature", heads=64, full=True),
     Shape(name="gqa 3 x 64 (SmolLM2)", heads=9, kv_heads=3, qk_dim=64, v_dim=64, dtype=HALF, kv_dtype=HALF),
@@ -129,7 +129,9 @@ SHAPES = [
     replace(MHA, name="mha 128, every feature", full=True),
     MLA,
     replace(MLA, name="mla 128 x 576/512, fp8", kv_dtype=FP8),
+    replace(MLA, name="mla 128 x 576/512, fp32", dtype=FP32, kv_dtype=FP32),
     Shape(name="mla 20 x 288/256", heads=20, kv_heads=1, qk_dim=288, v_dim=256, mla=True),
+    replace(MLA, name="mla 20 x 288/256, fp32", heads=20, qk_dim=288, v_dim=256, dtype=FP32, kv_dtype=FP32),
 ]
 MERGED = ("gqa 4 x 128 (Llama-3)", "gqa 3 x 64 (SmolLM2)", "gqa 2 x 256 (Gemma)", "mha 80 (StableLM)", MLA.name)
 
@@ -142,6 +144,8 @@ def variants(target: Target) -> Iterator[Variant]:
     for shape in SHAPES:
         if shape.full or shape.name in MERGED:
             yield _merge_variant(shape)
+    for shape in (GQA, MHA, MLA):
+        yield _scores_variant(shape, target)
     integers = {"rows_ptr": torch.int64, "slots_ptr": torch.int64}
     yield Variant(
         name="gather",
@@ -171,6 +175,18 @@ def _split_variant(shape: Shape, target: Target) -> Variant:
         pointers={**floats, **states, "slots_ptr": torch.int64},
         constants={**constants, "TIMES": False, "times_ptr": None},
         options=options,
+    )
+
+
+def _scores_variant(shape: Shape, target: Target) -> Variant:
+    split = _split_variant(shape, target)
+    shared = {name: split.constants[name] for name in scores.SHARED}
+    return Variant(
+        name=f"scores: {shape.name}",
+        kernel=scores._decode_scores_kernel,
+        pointers={**split.pointers, "out_ptr": torch.float32},
+        constants={**shared, "KV_HEADS": shape.kv_heads},
+        options=split.options,
     )
 
 

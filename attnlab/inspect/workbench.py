@@ -57,7 +57,7 @@ class Workbench:
         lens = self.lens if len(self.lens) <= 8 else (*self.lens[:8], "...")
         return (
             f"Workbench({self.model.name}, layers {', '.join(map(str, self.layers))}; {len(self.lens)} requests of "
-            f"{', '.join(map(str, lens))} tokens; engine {backend.engine.name}, policy {backend.policy.label}, "
+            f"{', '.join(map(str, lens))} tokens; engine {backend.engine.name}, policy {backend.policy.name}, "
             f"{backend.planner.multiprocessors} multiprocessors; {self.source})"
         )
 

@@ -17,8 +17,7 @@ from attnlab._triton import device_clock, jit, multiprocessor, tl
 from attnlab.kernels.core import dots, finite_or_zero, load_tile, score_pipeline, slot_offsets, weighted_sum
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView
-from attnlab.plan.plans import Lane
-from attnlab.plan.workspace import Partials
+from attnlab.plan.call import DecodeCall
 from attnlab.spec import AttentionSpec
 
 HEAD_TILE = 16
@@ -64,31 +63,22 @@ def head_tiles(dim: int) -> tuple[int, int]:
     return max(16, 1 << (dim - 1).bit_length()), 0
 
 
-def decode_split(
-    *,
-    q: Tensor,
-    view: KVView,
-    lane: Lane,
-    spec: AttentionSpec,
-    partials: Partials,
-    aux: Tensor | None,
-    times: Tensor | None,
-    target: Target,
-) -> None:
-    """Leave the softmax state of every segment of the schedule in `partials`.
+def decode_split(call: DecodeCall, *, target: Target) -> None:
+    """Leave the softmax state of every segment of the schedule in `call.partials`.
 
     Computes: over the keys n of a segment, max = max s[n], sum = sum exp(s[n] - max), acc = sum exp(s[n] - max) v[n].
-    Shapes: `q [reqs, heads, qk_dim]`; `aux [reqs, heads, width]` or None; partials `[programs, group, ...]` fp32.
-    Grid: (segments, head tiles): a program owns a range of keys of one KV head, and up to 16 query heads of its group.
-    Reads/writes: the keys and values of the segment's slots alone; of the partials, the segment's own row. Where
-    `times [programs, head tiles, 3]` int64 is given, multiprocessor, start and end (ns) of every program with keys.
+    Shapes: as `DecodeCall` has them; partials `[partials, group, ...]` fp32.
+    Grid: (segments, head tiles): a program owns one range of keys of one KV head, and up to 16 query heads of its group.
+    A schedule that deals several segments to a program gives the same bits here; it is not what this kernel is for.
+    Reads/writes: the keys and values of the segment's slots alone; of the partials, the segment's own row.
     """
-    programs = lane.schedule.programs
-    if programs == 0:
+    q, view, spec, lane, partials = call.q, call.view, call.spec, call.lane, call.partials
+    segments = lane.schedule.segments.shape[0]
+    if segments == 0:
         return
     constants, options = split_constants(spec=spec, view=view, target=target, q_dtype=q.dtype)
-    bias = q if aux is None else aux  # any tensor will do where no modifier reads it
-    _decode_split_kernel[(programs, -(-spec.group // HEAD_TILE))](
+    bias = q if call.aux is None else call.aux  # any tensor will do where no modifier reads it
+    _decode_split_kernel[(segments, -(-spec.group // HEAD_TILE))](
         lifted(q, target),
         view.k,
         view.v,
@@ -100,7 +90,7 @@ def decode_split(
         partials.max,
         partials.sum,
         bias,
-        times,
+        call.times,
         spec.scale * view.k_scale,
         1.0 if spec.softcap is None else spec.softcap,
         q.stride(0),
@@ -115,7 +105,7 @@ def decode_split(
         bias.stride(1),
         bias.shape[2],
         **constants,
-        TIMES=times is not None,
+        TIMES=call.times is not None,
         **options,
     )
 
@@ -148,49 +138,39 @@ def split_constants(
     return constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
-def decode_merge(
-    *,
-    view: KVView,
-    lane: Lane,
-    spec: AttentionSpec,
-    partials: Partials,
-    out: Tensor,
-    lse: Tensor | None,
-    sinks: Tensor | None,
-    target: Target,
-) -> None:
-    """Merge every request's partials into its output.
+def decode_merge(call: DecodeCall, *, target: Target) -> None:
+    """Merge every request's partials into `call.out`.
 
     Computes: with M = max of the partials' maxima and of the sink, out = v_scale * sum exp(max - M) acc / Z and
     lse = M + ln Z, where Z = sum exp(max - M) sum + exp(sink - M). Nothing seen: out 0, lse -inf (the sink, if any).
-    Shapes: `out [reqs, heads, v_dim]` any float dtype; `lse [reqs, heads]` fp32 or None; `sinks [heads]` or None.
+    Shapes: as `DecodeCall` has them.
     Grid: (requests, query heads): a program owns one row of the output.
     Reads/writes: partials that segments own, through `merge_indptr`; never a row that nobody wrote.
     """
-    reqs = out.shape[0]
-    if reqs == 0:
+    out, partials = call.out, call.partials
+    if out.shape[0] == 0:
         return
     # The interpreter truncates where it should round to bf16: torch rounds instead.
-    target_out = torch.empty_like(out, dtype=torch.float32) if target.kind == "interpreter" else out
-    lse_out = partials.max if lse is None else lse
-    _decode_merge_kernel[(reqs, spec.heads)](
+    written = torch.empty_like(out, dtype=torch.float32) if target.kind == "interpreter" else out
+    lse = partials.max if call.lse is None else call.lse
+    _decode_merge_kernel[(out.shape[0], call.spec.heads)](
         partials.acc,
         partials.max,
         partials.sum,
-        lane.schedule.merge_indptr,
-        partials.max if sinks is None else sinks,
-        target_out,
-        lse_out,
-        view.v_scale,
-        target_out.stride(0),
-        target_out.stride(1),
-        lse_out.stride(0),
-        lse_out.stride(1),
-        **merge_constants(spec=spec, has_lse=lse is not None),
+        call.lane.schedule.merge_indptr,
+        partials.max if call.sinks is None else call.sinks,
+        written,
+        lse,
+        call.view.v_scale,
+        written.stride(0),
+        written.stride(1),
+        lse.stride(0),
+        lse.stride(1),
+        **merge_constants(spec=call.spec, has_lse=call.lse is not None),
         **MERGE_OPTIONS,
     )
-    if target_out is not out:
-        out.copy_(target_out)
+    if written is not out:
+        out.copy_(written)
 
 
 def merge_constants(*, spec: AttentionSpec, has_lse: bool) -> dict[str, Any]:
@@ -261,15 +241,15 @@ def _decode_split_kernel(
 ):
     if TIMES:
         began = device_clock()
-    # 1. What is mine: a range of one request's keys, for one KV head.
+    # 1. What is mine: a range of one request's keys, for one KV head. Strides may be large: offsets are 64-bit.
     segment = segments_ptr + tl.program_id(0) * 5
     req = tl.load(segment).to(tl.int64)
-    kv_head = tl.load(segment + 1)
+    kv_head = tl.load(segment + 1).to(tl.int64)
     first = tl.load(segment + 2)
     last = tl.load(segment + 3)
-    partial = tl.load(segment + 4).to(tl.int64)
     if first >= last:
         return
+    partial = tl.load(segment + 4).to(tl.int64)
     list_start = tl.load(indptr_ptr + req)
     list_end = tl.load(indptr_ptr + req + 1)
     start = tl.load(start_ptr + req)
@@ -280,7 +260,7 @@ def _decode_split_kernel(
     member = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = member < GROUP
     head = kv_head * GROUP + member
-    q_rows = q_ptr + req * q_stride_token + head.to(tl.int64) * q_stride_head
+    q_rows = q_ptr + req * q_stride_token + head * q_stride_head
     q = load_tile(q_rows, mask_h, 0, BLOCK_D, QK_DIM, COMPUTE)
     if BLOCK_R > 0:
         q_rest = load_tile(q_rows, mask_h, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE)
@@ -331,14 +311,10 @@ def _decode_split_kernel(
     # 4. Leave the state, unnormalised: no logarithm, no division, nothing undefined where nothing was seen.
     state = partial * GROUP + member
     offs_v = tl.arange(0, BLOCK_V)
-    mask_v = offs_v < V_DIM
     tl.store(max_ptr + state, running_max, mask=mask_h)
     tl.store(sum_ptr + state, running_sum, mask=mask_h)
-    tl.store(
-        acc_ptr + state[:, None] * V_DIM + offs_v[None, :],
-        acc,
-        mask=mask_h[:, None] & mask_v[None, :],
-    )
+    cells = acc_ptr + state[:, None] * V_DIM + offs_v[None, :]
+    tl.store(cells, acc, mask=mask_h[:, None] & (offs_v < V_DIM)[None, :])
     if TIMES:
         note = times_ptr + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 3
         tl.store(note, multiprocessor().to(tl.int64))
@@ -370,7 +346,7 @@ def _decode_merge_kernel(
 ):
     # 1. What is mine: one query head of one request, and where its partials lie.
     req = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     owner = merge_indptr_ptr + req * KV_HEADS + head // GROUP
     first = tl.load(owner)
     last = tl.load(owner + 1)

@@ -6,13 +6,17 @@ import torch
 from torch import Tensor
 
 from attnlab._triton import jit, tl
+from attnlab.kernels.target import launching_on
 from attnlab.plan.policy import SplitContext, SplitPolicy, SplitSizes
 
 _BLOCK = 512
 
 
 class TritonPlanOps:
-    """PlanOps in Triton kernels."""
+    """PlanOps in Triton kernels, launched on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def gather(self, *, table: Tensor, rows: Tensor, start: Tensor, indptr: Tensor, capacity: int) -> Tensor:
         """Computes: entry `indptr[r] + j` of the result = `table[rows[r], start[r] + j]`, int64; the tail is 0.
@@ -23,14 +27,16 @@ class TritonPlanOps:
         """
         slots = torch.zeros(capacity, dtype=torch.int64, device=table.device)
         if rows.shape[0] and capacity:
-            _gather_kernel[(rows.shape[0],)](
-                table, rows, start, indptr, slots, table.stride(0), table.shape[1], BLOCK=_BLOCK
-            )
+            with launching_on(self.device):
+                _gather_kernel[(rows.shape[0],)](
+                    table, rows, start, indptr, slots, table.stride(0), table.shape[1], BLOCK=_BLOCK
+                )
         return slots
 
     def sizes(self, policy: SplitPolicy, lens: Tensor, ctx: SplitContext) -> SplitSizes:
         """Return the policy's range sizes, from its Triton half where it has one."""
-        return policy.sizes_triton(lens, ctx)
+        with launching_on(self.device):
+            return policy.sizes_triton(lens, ctx)
 
 
 @jit

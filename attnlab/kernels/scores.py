@@ -13,35 +13,26 @@ from attnlab._triton import jit, tl
 from attnlab.kernels.core import dots, load_tile, score_pipeline, slot_offsets
 from attnlab.kernels.decode import HEAD_TILE, lifted, split_constants
 from attnlab.kernels.target import Target
-from attnlab.memory.pool import KVView
-from attnlab.plan.layout import KVLayout
+from attnlab.plan.call import DecodeCall
 from attnlab.spec import AttentionSpec
 
-_SHARED = (
+SHARED = (
     *("GROUP", "QK_DIM", "BLOCK_H", "BLOCK_N", "BLOCK_D", "BLOCK_R", "PAGE_SIZE"),
     *("HAS_SOFTCAP", "TEMPERATURE_LEN", "MOD", "COMPUTE"),
 )
 """Compile-time arguments that the score kernel has in common with the decode kernel."""
 
 
-def decode_scores(
-    *,
-    q: Tensor,
-    view: KVView,
-    layout: KVLayout,
-    spec: AttentionSpec,
-    requests: Tensor,
-    max_keys: int,
-    aux: Tensor | None,
-    target: Target,
-) -> Tensor:
+def decode_scores(call: DecodeCall, spec: AttentionSpec, *, requests: Tensor, max_keys: int, target: Target) -> Tensor:
     """Return the scores of some requests, `[rows, heads, max_keys]` fp32; -inf beyond a request's keys.
 
     Computes: s[i, h, n] = pipeline(q[requests[i], h] . k[n]), the pipeline being that of `spec`.
-    Shapes: `q [reqs, heads, qk_dim]`; `requests [rows]` int32; `aux [reqs, heads, width]` or None.
+    Shapes: `requests [rows]` int32; the rest as `DecodeCall` has it.
     Grid: (key tiles, KV heads x head tiles, rows): a program owns a tile of keys and up to 16 query heads of one group.
     Reads/writes: the keys of the requests' slots; every cell of the result.
     """
+    q, view, layout = call.q, call.view, call.lane.layout
+    aux = call.aux if spec.mod is not None else None
     rows = requests.shape[0]
     out = torch.full((rows, spec.heads, max_keys), float("-inf"), dtype=torch.float32, device=q.device)
     if rows == 0 or max_keys == 0:
@@ -70,13 +61,13 @@ def decode_scores(
         bias.stride(1),
         bias.shape[2],
         KV_HEADS=spec.kv_heads,
-        **{name: constants[name] for name in _SHARED},
+        **{name: constants[name] for name in SHARED},
         **options,
     )
     return out
 
 
-@jit
+@jit(do_not_specialize=("max_keys",))
 def _decode_scores_kernel(
     q_ptr,
     k_ptr,
@@ -113,7 +104,7 @@ def _decode_scores_kernel(
     # 1. What is mine: a tile of one request's keys, and up to 16 heads of one group.
     row = tl.program_id(2)
     req = tl.load(requests_ptr + row).to(tl.int64)
-    kv_head = tl.program_id(1) % KV_HEADS
+    kv_head = (tl.program_id(1) % KV_HEADS).to(tl.int64)
     list_start = tl.load(indptr_ptr + req)
     keys = tl.minimum(tl.load(indptr_ptr + req + 1) - list_start, max_keys)
     start = tl.load(start_ptr + req)
@@ -125,7 +116,7 @@ def _decode_scores_kernel(
     head = kv_head * GROUP + member
 
     # 2. Queries against keys, as in the decode kernel.
-    q_rows = q_ptr + req * q_stride_token + head.to(tl.int64) * q_stride_head
+    q_rows = q_ptr + req * q_stride_token + head * q_stride_head
     slots = tl.load(slots_ptr + list_start + entry, mask=mask_n, other=0)
     k_rows = k_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE) + kv_head * k_stride_head
     q = load_tile(q_rows, mask_h, 0, BLOCK_D, QK_DIM, COMPUTE)

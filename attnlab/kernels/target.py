@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,3 +32,10 @@ class Target:
     def has_fp8(self) -> bool:
         """Whether kernels can read fp8-e4m3 here (CUDA from compute capability 8.9 on, and the interpreter)."""
         return self.kind == "interpreter" or (self.kind == "cuda" and self.arch >= 89)
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which Triton launches on this device: it takes the current one, whatever the tensors say."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

@@ -107,6 +107,9 @@ class KVPool(Protocol):
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
         """Store rows at slots that a plan proved to lie in the pool; nothing is read back."""
 
+    def space(self, layer: int) -> str:
+        """Return the name of the id space that the layer's storage is addressed in."""
+
     def slots_for(self, layer: int, slots: Tensor) -> Tensor:
         """Translate slots of the request table into those of the layer's storage; the identity in a plain pool."""
 

@@ -85,15 +85,25 @@ class RequestTable:
         self.slots[row, length:end] = host.to(device=self.slots.device, dtype=torch.int32)
         self._lengths[row] = end
 
-    def check_holds(self, rows: Sequence[int], lens: Sequence[int]) -> None:
-        """Raise ValueError unless every row is in use and holds at least that many tokens (a length of 0: any row)."""
+    def check_holds(self, rows: Sequence[int], lens: Sequence[int] | None) -> None:
+        """Raise ValueError unless every row exists, is asked for once, and holds at least that many tokens.
+
+        A length of 0 is padding: any row will do, any number of times. `lens` is None where only the device knows them.
+        """
         max_requests = self.max_requests
-        for i, (row, length) in enumerate(zip(rows, lens, strict=True)):  # every step: words only where they are needed
+        seen: dict[int, int] = {}
+        for i, row in enumerate(rows):  # every step: words only where they are needed
             if not 0 <= row < max_requests:
                 raise ValueError(f"rows: request {i} is in row {row}; the table has rows 0 to {max_requests - 1}")
+            if lens is None or lens[i] == 0:
+                continue
+            if seen.setdefault(row, i) != i:
+                raise ValueError(
+                    f"rows: requests {seen[row]} and {i} are both row {row}; they would write the same slot"
+                )
             held = self._lengths.get(row, 0)
-            if length > held:
-                raise ValueError(f"seq: request {i} asks for {length} tokens, row {row} of the table holds {held}")
+            if lens[i] > held:
+                raise ValueError(f"seq: request {i} asks for {lens[i]} tokens, row {row} of the table holds {held}")
 
     def slots_of(self, row: int) -> Int[Tensor, " tokens"]:
         """Return the slots of a request's tokens, in position order: a view of the table."""

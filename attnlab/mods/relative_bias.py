@@ -40,7 +40,7 @@ def _relative_bias_triton(
 ):
     distance = q_pos - kv_pos
     inside = valid & (distance >= 0) & (distance < aux_width)
-    offset = q_index.to(tl.int64) * aux_stride_token + head * aux_stride_head + distance
+    offset = q_index.to(tl.int64) * aux_stride_token + head.to(tl.int64) * aux_stride_head + distance
     return scores + tl.load(aux_ptr + offset, mask=inside, other=0.0).to(tl.float32)
 
 

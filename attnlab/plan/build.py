@@ -6,8 +6,9 @@ by host numbers that the lengths carry.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, assert_never, runtime_checkable
+from typing import Protocol, assert_never
 
 import torch
 from jaxtyping import Int
@@ -22,11 +23,10 @@ from attnlab.plan.layout import KVLayout
 from attnlab.plan.plans import DecodePlan, Lane
 from attnlab.plan.policy import HostPolicy, SplitContext, SplitPolicy, SplitSizes
 from attnlab.plan.schedule import Schedule
-from attnlab.plan.splits import SplitPlan, offsets_of, splits_of_host, splits_of_sizes
-from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec
+from attnlab.plan.splits import SplitPlan, cut_lens, offsets_of
+from attnlab.spec import LayerSpec, ModelSpec
 
 
-@runtime_checkable
 class PlanOps(Protocol):
     """The device functions that planning needs; each engine brings its own."""
 
@@ -56,38 +56,60 @@ class Planner:
     ops: PlanOps
     multiprocessors: int | None
 
-    def build(self, batch: DecodeBatch) -> DecodePlan:
-        """Return the plan of a step. Raises before anything is allocated where the batch cannot be served."""
+    def build(self, batch: DecodeBatch, *, max_ranges: int | None = None) -> DecodePlan:
+        """Return the plan of a step. Lengths, rows and ranges are checked before any list is gathered.
+
+        `max_ranges` is what the scratch holds, where the plan is to be run: a batch that may need more is refused.
+        """
         match batch:
             case DecodeBatch():
-                return self._decode(batch)
+                return self._decode(batch, max_ranges)
             case _:
                 assert_never(batch)
 
-    def context(self, attention: AttentionSpec) -> SplitContext:
-        """Return what the policy may look at for layers of this kind.
+    def kinds(self) -> dict[Kind, list[LayerSpec]]:
+        """Return the layers that share a lane: same KV heads, same visible keys, same id space."""
+        kinds: dict[Kind, list[LayerSpec]] = {}
+        for layer in self.model.layers:
+            a = layer.attention
+            kinds.setdefault((a.kv_heads, a.window, a.chunk, self.pool.space(layer.pool_layer)), []).append(layer)
+        return kinds
 
-        Where layers differ in query heads the largest count is taken, as one split serves them all.
+    def context(self, layers: Sequence[LayerSpec]) -> SplitContext:
+        """Return what the policy may look at for layers that share a lane.
+
+        Where they differ in query heads the largest count is taken, as one split serves them all.
         """
-        heads = max(layer.attention.heads for layer in self.model.layers)
         return SplitContext(
-            heads=heads,
-            kv_heads=attention.kv_heads,
-            v_dim=attention.v_dim,
+            heads=max(layer.attention.heads for layer in layers),
+            kv_heads=layers[0].attention.kv_heads,
+            v_dim=max(layer.attention.v_dim for layer in layers),
             mla=self.model.mla,
             context_len=self.model.context_len,
             multiprocessors=self.multiprocessors,
         )
 
-    def _decode(self, batch: DecodeBatch) -> DecodePlan:
-        lens, rows = batch.seq, self._rows(batch)
-        kinds: dict[tuple[int, int | None, int | None], list[LayerSpec]] = {}
-        for layer in self.model.layers:
-            key = (layer.attention.kv_heads, layer.attention.window, layer.attention.chunk)
-            kinds.setdefault(key, []).append(layer)
-        lanes = tuple(self._lane(layers[0], rows, lens) for layers in kinds.values())
-        lane_of = {x.index: i for i, layers in enumerate(kinds.values()) for x in layers}
-        return DecodePlan(batch=batch, lanes=lanes, lane_of_layer=lane_of, epoch=self.pool.epoch)
+    def _decode(self, batch: DecodeBatch, max_ranges: int | None) -> DecodePlan:
+        lens, kinds = batch.seq, self.kinds()
+        rows = self._rows(batch)
+        for layers in kinds.values():
+            _refuse_partial_sight(layers)
+        indptr = _offsets(lens)
+        live = indptr.diff()
+        cuts = [cut_lens(self.policy, lens, live, self.context(layers), self.ops.sizes) for layers in kinds.values()]
+        for splits in cuts:
+            require(
+                max_ranges is None or splits.capacity <= max_ranges,
+                f"batch: may need {splits.capacity:,} ranges, the scratch holds {max_ranges}; build the backend with "
+                "a larger max_requests or max_tokens",
+            )
+        pairs = zip(kinds.values(), cuts, strict=True)
+        return DecodePlan(
+            batch=batch,
+            lanes=tuple(self._lane(layers[0], rows, indptr, live, splits, lens) for layers, splits in pairs),
+            lane_of_layer={layer.index: i for i, layers in enumerate(kinds.values()) for layer in layers},
+            epoch=self.pool.epoch,
+        )
 
     def _rows(self, batch: DecodeBatch) -> Int[Tensor, " reqs"]:
         """Return the rows on the device. Rows on the host are checked first, those on the device kept in bounds."""
@@ -101,51 +123,42 @@ class Planner:
             same_device(lens.device.device, self.pool.device),
             f"seq: expected lengths on {self.pool.device} like the pool, got {lens.device.device}",
         )
-        if batch.rows.device.type == "cpu" and isinstance(lens, HostLens):
-            table.check_holds(batch.rows.tolist(), lens.values)
+        if batch.rows.device.type == "cpu":
+            table.check_holds(batch.rows.tolist(), lens.values if isinstance(lens, HostLens) else None)
         return batch.rows.to(self.pool.device, torch.int64, non_blocking=True).clamp(0, table.max_requests - 1)
 
-    def _lane(self, layer: LayerSpec, rows: Int[Tensor, " reqs"], lens: Lens) -> Lane:
-        attention = layer.attention
-        for name in ("window", "chunk"):
-            value = getattr(attention, name)
-            require(
-                value is None,
-                f"layer {layer.index} has {name} {value}: plans for layers that see only part of the keys are not "
-                "built yet; choose layers with full attention",
-                NotImplementedError,
-            )
-        indptr = _offsets(lens)
-        live = indptr.diff()
-        layout = self._full_layout(layer.pool_layer, rows, indptr, lens.bound_total)
-        splits = self._splits(attention, live, lens)
+    def _lane(
+        self, layer: LayerSpec, rows: Tensor, indptr: Tensor, live: Tensor, splits: SplitPlan, lens: Lens
+    ) -> Lane:
+        start = torch.zeros_like(live)
+        slots = self.ops.gather(
+            table=self.table.slots, rows=rows, start=start, indptr=indptr, capacity=lens.bound_total
+        )
+        translated = self.pool.slots_for(layer.pool_layer, slots)
+        index = KVIndex(indptr=indptr, slots=translated, space=self.pool.space(layer.pool_layer))
         last = (live.long() - 1).clamp(min=0)
         newest = torch.where(live > 0, self.table.slots[rows, last].long(), 0)
         return Lane(
-            layout=layout,
+            layout=KVLayout(index=index, start=start, window=None),
             splits=splits,
-            schedule=Schedule.one_range_a_program(splits, kv_heads=attention.kv_heads),
+            schedule=Schedule.one_range_a_program(splits, kv_heads=layer.attention.kv_heads),
             write_slots=self.pool.slots_for(layer.pool_layer, newest),
         )
 
-    def _full_layout(self, pool_layer: int, rows: Tensor, indptr: Tensor, total: int) -> KVLayout:
-        start = torch.zeros(indptr.shape[0] - 1, dtype=torch.int32, device=indptr.device)
-        slots = self.ops.gather(table=self.table.slots, rows=rows, start=start, indptr=indptr, capacity=total)
-        index = KVIndex(indptr=indptr, slots=self.pool.slots_for(pool_layer, slots), space="pool")
-        return KVLayout.full(index)
 
-    def _splits(self, attention: AttentionSpec, live: Tensor, lens: Lens) -> SplitPlan:
-        ctx, policy = self.context(attention), self.policy
-        if isinstance(policy, HostPolicy):
-            if not isinstance(lens, HostLens):
-                raise TypeError(
-                    f"policy {policy.name!r} is written in plain Python and needs lengths that the host knows "
-                    f"(HostLens), got {type(lens).__name__}"
-                )
-            return splits_of_host(policy, lens.values, ctx, live.device)
-        bounds = policy.bounds(bound_max=lens.bound_max, ctx=ctx)
-        sizes = self.ops.sizes(policy, live, ctx)
-        return splits_of_sizes(sizes, live, policy=policy.label, bounds=bounds, total=lens.bound_total)
+Kind = tuple[int, int | None, int | None, str]
+"""KV heads, window, chunk, id space."""
+
+
+def _refuse_partial_sight(layers: Sequence[LayerSpec]) -> None:
+    attention, numbers = layers[0].attention, [layer.index for layer in layers]
+    for name, value in (("window", attention.window), ("chunk", attention.chunk)):
+        require(
+            value is None,
+            f"layers {', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''} have {name} {value}: "
+            "plans for layers that see only part of the keys are not built yet; choose layers with full attention",
+            NotImplementedError,
+        )
 
 
 def _offsets(lens: Lens) -> Int[Tensor, " reqs_1"]:

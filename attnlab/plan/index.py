@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnlab.checks import require, tensor
+from attnlab.checks import contiguous, require, tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,6 +30,8 @@ class KVIndex:
     def __post_init__(self) -> None:
         tensor("indptr", self.indptr, shape=["reqs + 1"], dtype=torch.int32)
         tensor("slots", self.slots, shape=["capacity"], dtype=torch.int64, device=self.indptr.device)
+        contiguous("indptr", self.indptr)
+        contiguous("slots", self.slots)
         require(self.indptr.shape[0] >= 1, "indptr: expected at least the entry 0, got none")
 
     @property

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnlab.checks import require, tensor
+from attnlab.checks import contiguous, require, tensor
 from attnlab.plan.index import KVIndex
 
 
@@ -32,6 +32,7 @@ class KVLayout:
             dtype=torch.int32,
             device=self.index.indptr.device,
         )
+        contiguous("start", self.start)
 
     @classmethod
     def full(cls, index: KVIndex) -> KVLayout:

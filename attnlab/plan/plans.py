@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attnlab.batch import DecodeBatch
+from attnlab.checks import require
 from attnlab.plan.layout import KVLayout
 from attnlab.plan.schedule import Schedule
 from attnlab.plan.splits import SplitPlan
@@ -26,10 +27,21 @@ class Lane:
     schedule: Schedule
     write_slots: Int[Tensor, " tokens"]
 
+    def __post_init__(self) -> None:
+        reqs = self.splits.reqs
+        require(
+            self.layout.index.reqs == reqs == self.write_slots.shape[0],
+            f"lane: the layout is of {self.layout.index.reqs} requests, the splits of {reqs}, the write slots of "
+            f"{self.write_slots.shape[0]}",
+        )
+        expected = reqs * self.schedule.kv_heads + 1
+        got = self.schedule.merge_indptr.shape[0]
+        require(got == expected, f"merge_indptr: expected {expected} entries (requests x KV heads + 1), got {got}")
+
     def scratch_bytes(self, *, heads: int, v_dim: int) -> int:
         """Return the bytes of partials that a layer with so many heads leaves."""
         group = heads // self.schedule.kv_heads
-        return scratch_bytes(programs=self.schedule.programs, group=group, v_dim=v_dim)
+        return scratch_bytes(partials=self.schedule.partials, group=group, v_dim=v_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -25,7 +25,7 @@ MIN_BLOCK = 32
 class SplitContext:
     """What a policy may look at besides the lengths: host numbers only.
 
-    `multiprocessors` is None where the device does not say. `group` rows share one sequence's length (the
+    `multiprocessors` is None where the device does not say. `rows_per_seq` rows share one sequence's length (the
     branches of a draft); a plain decode has 1.
     """
 
@@ -35,10 +35,10 @@ class SplitContext:
     mla: bool
     context_len: int
     multiprocessors: int | None
-    group: int = 1
+    rows_per_seq: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("heads", "kv_heads", "v_dim", "context_len", "group"):
+        for name in ("heads", "kv_heads", "v_dim", "context_len", "rows_per_seq"):
             positive(name, getattr(self, name))
         require(
             self.multiprocessors is None or self.multiprocessors >= 1,
@@ -71,9 +71,8 @@ class SplitPolicy(ABC):
 
     name: str
 
-    @property
-    def label(self) -> str:
-        """The name with the parameters' values, for tables and pictures: `tile 128`."""
+    def label(self, ctx: SplitContext) -> str:
+        """Return the name with the parameters' values, for tables and pictures: `tile 128`."""
         if not is_dataclass(self):
             return self.name
         return " ".join([self.name, *(str(getattr(self, field.name)) for field in fields(self))])
@@ -123,9 +122,8 @@ class HostPolicy:
     rule: HostRule
     max_ranges: int
 
-    @property
-    def label(self) -> str:
-        """The name, for tables and pictures."""
+    def label(self, ctx: SplitContext) -> str:
+        """Return the name, for tables and pictures."""
         return self.name
 
     def bounds(self, *, bound_max: int, ctx: SplitContext) -> SplitBounds:
@@ -143,16 +141,19 @@ def split_policy(name: str, *, needs_host_lens: bool = False, max_ranges: int | 
     A function takes the lengths and a SplitContext and returns each request's ranges. They are checked before
     anything runs; `max_ranges`, the most that it gives to one request, sizes the scratch.
 
-    >>> @split_policy("halves", needs_host_lens=True, max_ranges=2)
+    >>> @split_policy("in-two", needs_host_lens=True, max_ranges=2)
     ... def halves(lens, ctx):
     ...     return [[(0, n // 2), (n // 2, n)] if n > 1 else [(0, n)] * n for n in lens]
     >>> halves.name
-    'halves'
+    'in-two'
     """
     require(
         needs_host_lens == (max_ranges is not None),
         f"max_ranges: a policy in plain Python states it, a SplitPolicy class has bounds() instead, got {max_ranges}",
     )
+
+    if not isinstance(name, str):
+        raise TypeError(f'split_policy: expected a name, @split_policy("mine"), got {name!r}')
 
     def add(item: Any) -> Any:
         policy = item
@@ -175,7 +176,8 @@ def resolve_policy(policy: str | SplitPolicy | HostPolicy) -> SplitPolicy | Host
         return made
     require(
         isinstance(policy, SplitPolicy | HostPolicy),
-        f"policy: expected a policy or one of {', '.join(split_policies.names())}, got {policy!r}",
+        f"policy: expected one of {', '.join(split_policies.names())}, or a policy (a function becomes one by "
+        f"@split_policy), got {policy!r}",
         TypeError,
     )
     return policy

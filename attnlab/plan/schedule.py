@@ -1,7 +1,8 @@
 """Which program reads which range, in which order, and where it leaves its partial result.
 
 A schedule is a list of segments, one row of int32 each: request, KV head, first and last list entry, partial. Kernels
-read nothing else of the split plan, so any dealing of ranges to programs is a value of this type.
+read nothing else of the split plan, so any dealing of ranges to programs is a value of this type: a range a program,
+or an even share of all keys a program.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnlab.checks import require, tensor
+from attnlab.checks import contiguous, require, tensor
 from attnlab.plan.splits import SplitPlan, offsets_of
 
 SEGMENT = ("request", "kv_head", "first", "last", "partial")
@@ -22,30 +23,32 @@ SEGMENT = ("request", "kv_head", "first", "last", "partial")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Schedule:
-    """Segments in launch order, program p owning segment p.
+    """Segments in order; program p reads `program_indptr[p]` up to the next entry, one after the other.
 
-    The partials of (request r, KV head h) are `merge_indptr[r * kv_heads + h]` up to the next entry, in key order;
-    whatever order the programs run in, the merge reads them so.
+    Each segment leaves its own partial, a row of the scratch below `partials`. Those of (request r, KV head h) are
+    `merge_indptr[r * kv_heads + h]` up to the next entry, in key order: whatever order the programs run in, the merge
+    reads them so. All tensors are int32 and contiguous. Call `validate` after changing a schedule by hand.
     """
 
-    segments: Int[Tensor, "programs 5"]
+    segments: Int[Tensor, "segments 5"]
+    program_indptr: Int[Tensor, " programs_1"]
     merge_indptr: Int[Tensor, " reqs_kv_heads_1"]
     kv_heads: int
+    partials: int
 
     def __post_init__(self) -> None:
-        tensor("segments", self.segments, shape=["programs", len(SEGMENT)], dtype=torch.int32)
-        tensor(
-            "merge_indptr",
-            self.merge_indptr,
-            shape=["reqs * kv_heads + 1"],
-            dtype=torch.int32,
-            device=self.segments.device,
-        )
+        device = self.segments.device
+        tensor("segments", self.segments, shape=["segments", len(SEGMENT)], dtype=torch.int32)
+        for name, x in (("program_indptr", self.program_indptr), ("merge_indptr", self.merge_indptr)):
+            tensor(name, x, shape=["entries"], dtype=torch.int32, device=device)
+            contiguous(name, x)
+            require(x.shape[0] >= 1, f"{name}: expected at least the entry 0, got none")
+        contiguous("segments", self.segments)
 
     @property
     def programs(self) -> int:
-        """Programs launched per head tile; those whose segment is empty return at once."""
-        return self.segments.shape[0]
+        """Programs launched per head tile; those without a segment return at once."""
+        return self.program_indptr.shape[0] - 1
 
     @classmethod
     def one_range_a_program(cls, splits: SplitPlan, *, kv_heads: int) -> Schedule:
@@ -69,10 +72,14 @@ class Schedule:
         shape = (splits.capacity, kv_heads)
         wide = [of_head.expand(shape) if c is None else c[:, None].expand(shape) for c in columns]
         wide[4] = torch.where(wide[2] < wide[3], partial, 0)
+        programs = splits.capacity * kv_heads
+        owned = torch.arange(programs + 1, dtype=torch.int32, device=counts.device)
         return cls(
             segments=torch.stack(wide, -1).reshape(-1, 5).int(),
+            program_indptr=torch.minimum(owned, merge_indptr[-1]),
             merge_indptr=merge_indptr,
             kv_heads=kv_heads,
+            partials=programs,
         )
 
     def validate(self, splits: SplitPlan) -> None:
@@ -87,7 +94,10 @@ class Schedule:
             raise ValueError(f"schedule: no program reads {dict(zip(SEGMENT, segment, strict=False))}")
         for segment in dealt - wanted:
             raise ValueError(f"schedule: {dict(zip(SEGMENT, segment, strict=False))} is read too often")
+        self._check_programs()
         range_at = {row[4]: row[:4] for row in live}
+        beyond = [partial for partial in range_at if not 0 <= partial < self.partials]
+        require(not beyond, f"schedule: partial {beyond[:1]} is none of the scratch's {self.partials} rows")
         require(
             len(range_at) == len(live),
             "schedule: two programs leave their partial in the same place",
@@ -103,3 +113,13 @@ class Schedule:
                     merged == [(r, h, start, end) for start, end in mine],
                     f"schedule: request {r}, KV head {h}: partials are not its own, in key order",
                 )
+
+    def _check_programs(self) -> None:
+        owned = self.program_indptr.tolist()
+        rows = self.segments.tolist()
+        with_keys = [i for i, row in enumerate(rows) if row[2] < row[3]]
+        in_bounds = owned[0] == 0 and owned == sorted(owned) and owned[-1] <= len(rows)
+        require(
+            in_bounds and (not with_keys or with_keys[-1] < owned[-1]),
+            "schedule: program_indptr does not give every segment with keys to one program",
+        )

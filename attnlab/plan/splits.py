@@ -7,7 +7,7 @@ read the ranges, so that a policy may cut as it likes, and a picture shows what 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from attnlab.batch import HostLens, Lens
 from attnlab.checks import require, tensor
-from attnlab.plan.policy import HostPolicy, SplitBounds, SplitContext, SplitSizes
+from attnlab.plan.policy import HostPolicy, SplitBounds, SplitContext, SplitPolicy, SplitSizes, resolve_policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -130,6 +131,44 @@ def check_ranges(
         )
 
 
+SizesOf = Callable[[SplitPolicy, Tensor, SplitContext], SplitSizes]
+
+
+def cut(policy: str | SplitPolicy | HostPolicy, lens: Sequence[int], ctx: SplitContext) -> SplitPlan:
+    """Return how a policy cuts a batch, on the CPU, without a pool or a model: for studying policies.
+
+    >>> import attnlab.plan.policies
+    >>> ctx = SplitContext(heads=32, kv_heads=8, v_dim=128, mla=False, context_len=4096, multiprocessors=132)
+    >>> cut("static", [257, 5], ctx).to_host().effective
+    (5, 1)
+    """
+    host = HostLens.of(lens, device="cpu")
+    return cut_lens(resolve_policy(policy), host, host.device, ctx, _sizes_in_torch)
+
+
+def _sizes_in_torch(policy: SplitPolicy, lens: Tensor, ctx: SplitContext) -> SplitSizes:
+    return policy.sizes(lens, ctx)
+
+
+def cut_lens(
+    policy: SplitPolicy | HostPolicy, lens: Lens, live: Int[Tensor, " reqs"], ctx: SplitContext, sizes_of: SizesOf
+) -> SplitPlan:
+    """Return the ranges of requests of `live` lengths (those of `lens`, held to its bounds), on their device.
+
+    Raises TypeError where a policy in plain Python gets lengths that only the device knows.
+    """
+    if isinstance(policy, HostPolicy):
+        if not isinstance(lens, HostLens):
+            raise TypeError(
+                f"policy {policy.name!r} is written in plain Python and needs lengths that the host knows "
+                f"(HostLens), got {type(lens).__name__}"
+            )
+        return splits_of_host(policy, lens.values, ctx, live.device)
+    bounds = policy.bounds(bound_max=lens.bound_max, ctx=ctx)
+    sizes = sizes_of(policy, live, ctx)
+    return splits_of_sizes(sizes, live, policy=policy.label(ctx), bounds=bounds, total=lens.bound_total)
+
+
 def splits_of_sizes(
     sizes: SplitSizes, lens: Int[Tensor, " reqs"], *, policy: str, bounds: SplitBounds, total: int
 ) -> SplitPlan:
@@ -175,7 +214,7 @@ def splits_of_host(policy: HostPolicy, lens: Sequence[int], ctx: SplitContext, d
     table = torch.tensor(flat, dtype=torch.int32).reshape(-1, 3).to(device)
     counts = torch.tensor([len(mine) for mine in ranges], dtype=torch.int32).to(device)
     return SplitPlan(
-        policy=policy.label,
+        policy=policy.label(ctx),
         indptr=offsets_of(counts),
         request=table[:, 0].contiguous(),
         start=table[:, 1].contiguous(),

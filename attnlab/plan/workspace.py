@@ -37,9 +37,9 @@ class Partials:
         return torch.where(self.sum[..., None] > 0, self.acc / self.sum[..., None], 0.0)
 
 
-def scratch_bytes(*, programs: int, group: int, v_dim: int) -> int:
+def scratch_bytes(*, partials: int, group: int, v_dim: int) -> int:
     """Return the bytes of so many partials: accumulator, maximum and sum, fp32."""
-    return programs * group * (v_dim + 2) * FLOAT_BYTES
+    return partials * group * (v_dim + 2) * FLOAT_BYTES
 
 
 class Workspace:
@@ -51,7 +51,7 @@ class Workspace:
     def __init__(self, *, max_ranges: int, heads: int, v_dims: Collection[int], device: torch.device | str) -> None:
         self.max_ranges, self.heads = max_ranges, heads
         rows = max_ranges * heads
-        self.bytes = sum(scratch_bytes(programs=rows, group=1, v_dim=d) for d in sorted(set(v_dims)))
+        self.bytes = sum(scratch_bytes(partials=rows, group=1, v_dim=d) for d in sorted(set(v_dims)))
         device = torch.device(device)
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
@@ -63,19 +63,19 @@ class Workspace:
         self._acc = {d: torch.empty(rows * d, dtype=torch.float32, device=device) for d in set(v_dims)}
         self._state = {d: torch.empty(2, rows, dtype=torch.float32, device=device) for d in set(v_dims)}
 
-    def partials(self, *, programs: int, group: int, v_dim: int) -> Partials:
+    def partials(self, *, count: int, group: int, v_dim: int) -> Partials:
         """Return views for so many partials. Raises ValueError where the plan needs more than was allocated."""
-        rows, have = programs * group, self.max_ranges * self.heads
+        rows, have = count * group, self.max_ranges * self.heads
         require(
             rows <= have,
-            f"plan: needs scratch for {programs:,} partials of {group} heads, the workspace holds {have:,} rows "
+            f"plan: needs scratch for {count:,} partials of {group} heads, the workspace holds {have:,} rows "
             f"({self.max_ranges:,} ranges x {self.heads} heads); build the backend with a larger max_requests",
         )
         state = self._state[v_dim]
         return Partials(
-            acc=self._acc[v_dim][: rows * v_dim].view(programs, group, v_dim),
-            max=state[0, :rows].view(programs, group),
-            sum=state[1, :rows].view(programs, group),
+            acc=self._acc[v_dim][: rows * v_dim].view(count, group, v_dim),
+            max=state[0, :rows].view(count, group),
+            sum=state[1, :rows].view(count, group),
         )
 
     def fill(self, value: float) -> None:

@@ -201,7 +201,9 @@ def test_all_36_recorded_cases_are_there() -> None:
 @pytest.mark.parametrize("case", CASES, ids=[f"{i}" for i in range(len(CASES))])
 def test_seed_counts_are_the_originals(case: dict[str, Any], half: str) -> None:
     group = case["num_group"]
-    ctx = context(heads=case["num_head"], kv_heads=case["num_kv_head"], multiprocessors=case["core_count"], group=group)
+    ctx = context(
+        heads=case["num_head"], kv_heads=case["num_kv_head"], multiprocessors=case["core_count"], rows_per_seq=group
+    )
     policy = Seed(max_splits=case["max_kv_splits"])
     counts = getattr(policy, half)(ints(case["seq_lens"]).repeat_interleave(group), ctx)
     assert torch.equal(counts, ints(case["result"]))
@@ -226,7 +228,7 @@ def test_seed_counts_are_the_originals(case: dict[str, Any], half: str) -> None:
         ([100, 3000, 4096, 50], 16, {"multiprocessors": 108}, [1, 12, 16, 1]),
         ([512, 1024], 16, {"heads": 20, "kv_heads": 4, "multiprocessors": 108}, [8, 16]),
         ([4096], 256, {"heads": 128, "kv_heads": 1}, [98]),
-        ([500] * 4 + [6000] * 4, 16, {"group": 4}, [2] * 4 + [14] * 4),
+        ([500] * 4 + [6000] * 4, 16, {"rows_per_seq": 4}, [2] * 4 + [14] * 4),
     ],
 )
 def test_seed_counts_are_the_published_ones(
@@ -254,14 +256,14 @@ def test_rows_of_no_tokens_take_no_part_in_the_seed_counts(half: str) -> None:
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_rows_that_share_a_sequence_get_the_same_count(half: str, group: int) -> None:
     batch = ints([500, 6000, 33]).repeat_interleave(group)
-    counts = getattr(Seed(max_splits=16), half)(batch, context(group=group)).view(3, group)
+    counts = getattr(Seed(max_splits=16), half)(batch, context(rows_per_seq=group)).view(3, group)
     assert torch.equal(counts, counts[:, :1].expand(3, group))
 
 
 @halves
 def test_rows_that_do_not_fill_a_group_are_refused(half: str) -> None:
-    with pytest.raises(ValueError, match=r"lens: expected a multiple of group 4 rows .* got 6"):
-        getattr(Seed(), half)(ints([5] * 6), context(group=4))
+    with pytest.raises(ValueError, match=r"lens: expected a multiple of rows_per_seq 4, .* got 6"):
+        getattr(Seed(), half)(ints([5] * 6), context(rows_per_seq=4))
 
 
 @halves
@@ -328,7 +330,7 @@ def test_a_parameter_is_at_least_one(build: Any) -> None:
         build()
 
 
-@pytest.mark.parametrize("field", ["heads", "kv_heads", "v_dim", "context_len", "group", "multiprocessors"])
+@pytest.mark.parametrize("field", ["heads", "kv_heads", "v_dim", "context_len", "rows_per_seq", "multiprocessors"])
 def test_a_context_is_made_of_positive_numbers(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field}: expected at least 1"):
         context(**{field: 0})

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attnlab.checks import one_of, require, tensor
+from attnlab.checks import one_of, placed, require, tensor
 from attnlab.memory.pool import KVView, check_slots, check_storage, quantize, scatter
 from attnlab.memory.slots import SlotAllocator
 from attnlab.spec import AttentionSpec, ModelSpec
@@ -42,7 +42,7 @@ class MHAPool:
         check_storage("kv_dtype", model.kv_dtype)
         self.allocator = SlotAllocator(num_slots=num_slots, page_size=model.page_size)
         self.num_slots, self.page_size = num_slots, model.page_size
-        self.device = torch.device(device)
+        self.device = placed(device)
         self._specs = [layer.attention for layer in model.layers]
         build = _slot_buffers if layout == "slots" else _page_buffers
         buffers = build(self._specs, num_slots, model.page_size, model.kv_dtype, self.device)
@@ -75,6 +75,10 @@ class MHAPool:
         check_rows("v", v, slots, spec.kv_heads, spec.v_dim, self.device)
         scatter(view.k, slots, quantize(k, view.k_scale, view.k.dtype))
         scatter(view.v, slots, quantize(v, view.v_scale, view.v.dtype))
+
+    def space(self, layer: int) -> str:
+        """Return the one id space of a plain pool."""
+        return "pool"
 
     def slots_for(self, layer: int, slots: Tensor) -> Tensor:
         """Return the slots unchanged: there is one id space."""

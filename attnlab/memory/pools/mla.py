@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnlab.checks import require
+from attnlab.checks import placed, require
 from attnlab.memory.pool import KVView, check_slots, check_storage, quantize, scatter
 from attnlab.memory.pools.mha import check_rows
 from attnlab.memory.slots import SlotAllocator
@@ -32,7 +32,7 @@ class MLAPool:
         check_storage("kv_dtype", model.kv_dtype)
         self.allocator = SlotAllocator(num_slots=num_slots, page_size=model.page_size)
         self.num_slots, self.page_size = num_slots, model.page_size
-        self.device = torch.device(device)
+        self.device = placed(device)
         self._views = []
         for layer in model.layers:
             spec = layer.attention
@@ -66,6 +66,10 @@ class MLAPool:
             "v: under MLA the values are the first columns of k; pass None, or that view of k",
         )
         scatter(view.k, slots, quantize(k, view.k_scale, view.k.dtype))
+
+    def space(self, layer: int) -> str:
+        """Return the one id space of a plain pool."""
+        return "pool"
 
     def slots_for(self, layer: int, slots: Tensor) -> Tensor:
         """Return the slots unchanged: there is one id space."""

@@ -41,6 +41,10 @@ class Seed(SplitPolicy):
         holds_context = _next_power_of_2(-(-ctx.context_len // MIN_BLOCK))
         return max(self.max_splits, min(fills_device, holds_context))
 
+    def label(self, ctx: SplitContext) -> str:
+        """Return the name with the cap that holds for these layers."""
+        return f"{self.name} {self.cap(ctx)}"
+
     def bounds(self, *, bound_max: int, ctx: SplitContext) -> SplitBounds:
         """Return the cap, and ranges of at least 32 keys."""
         return SplitBounds(max_ranges=self.cap(ctx), min_size=MIN_BLOCK)
@@ -54,7 +58,7 @@ class Seed(SplitPolicy):
         return SplitSizes.of_counts(lens, self.counts_triton(lens, ctx))
 
     def counts(self, lens: Int[Tensor, " rows"], ctx: SplitContext) -> Int[Tensor, " rows"]:
-        """Return the ranges asked for, int32, in torch. `ctx.group` consecutive rows share a sequence's length."""
+        """Return the ranges asked for, int32, in torch. `ctx.rows_per_seq` consecutive rows share a length."""
         cap, seqs = self.cap(ctx), self._seqs(lens, ctx)
         if lens.numel() == 0 or ctx.multiprocessors is None:
             return torch.where(lens > 0, cap, 0).int()
@@ -66,7 +70,7 @@ class Seed(SplitPolicy):
         # ... or as many as the device has room for; fp32 throughout, as the count is cut to a whole number.
         growth = torch.log2(longest.float() / 64.0).clamp(min=1.0)
         room = (growth * ctx.multiprocessors).int()
-        by_room = _cdiv(longest, _cdiv(room, seqs * ctx.group * _head_tiles(ctx)).clamp(max=cap))
+        by_room = _cdiv(longest, _cdiv(room, seqs * ctx.rows_per_seq * _head_tiles(ctx)).clamp(max=cap))
         return torch.maximum(_cdiv(lens, by_imbalance), _cdiv(lens, by_room)).int()
 
     def counts_triton(self, lens: Int[Tensor, " rows"], ctx: SplitContext) -> Int[Tensor, " rows"]:
@@ -79,7 +83,7 @@ class Seed(SplitPolicy):
             lens,
             counts,
             lens.shape[0],
-            seqs * ctx.group * _head_tiles(ctx),
+            seqs * ctx.rows_per_seq * _head_tiles(ctx),
             cap,
             ctx.multiprocessors,
             BLOCK=max(256, _next_power_of_2(lens.shape[0])),
@@ -89,10 +93,10 @@ class Seed(SplitPolicy):
     def _seqs(self, lens: Tensor, ctx: SplitContext) -> int:
         rows = lens.shape[0]
         require(
-            rows % ctx.group == 0,
-            f"lens: expected a multiple of group {ctx.group} rows (as many rows share a sequence), got {rows}",
+            rows % ctx.rows_per_seq == 0,
+            f"lens: expected a multiple of rows_per_seq {ctx.rows_per_seq}, as many rows share a sequence, got {rows}",
         )
-        return rows // ctx.group
+        return rows // ctx.rows_per_seq
 
 
 def _head_tiles(ctx: SplitContext) -> int:
@@ -109,7 +113,7 @@ def _next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-@jit
+@jit(do_not_specialize=("rows", "programs_per_range", "cap"))
 def _seed_counts_kernel(lens_ptr, counts_ptr, rows, programs_per_range, cap, multiprocessors, BLOCK: tl.constexpr):
     # Reference: get_num_kv_splits_triton. One program; a lane a row.
     offs = tl.arange(0, BLOCK)

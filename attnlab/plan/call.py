@@ -1,0 +1,78 @@
+"""One decode call: everything that an engine, or whoever looks over its shoulder, needs to know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnlab.checks import describe, last_axis_contiguous, require, same_device, tensor
+from attnlab.memory.pool import KVView
+from attnlab.plan.plans import Lane
+from attnlab.plan.workspace import Partials
+from attnlab.spec import AttentionSpec
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of queries and outputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecodeCall:
+    """A layer's attention over a lane of a plan, checked when it is made, so that engines need not look again.
+
+    `q` is `[reqs, heads, qk_dim]`, `out` `[reqs, heads, v_dim]`, both fp32, fp16 or bf16; `lse` `[reqs, heads]` fp32 or
+    None; `sinks` `[heads]` exactly where the layer has them; `aux` `[reqs, heads, width]` exactly where its modifier
+    reads one. `partials` is the scratch. `times` `[segments, head tiles, 3]` int64, where given, is filled with
+    multiprocessor, start and end (ns) of every program.
+    """
+
+    layer: int
+    spec: AttentionSpec
+    view: KVView
+    lane: Lane
+    partials: Partials
+    q: Tensor
+    out: Tensor
+    lse: Tensor | None = None
+    sinks: Tensor | None = None
+    aux: Tensor | None = None
+    times: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        spec, reqs, device = self.spec, self.lane.splits.reqs, self.view.k.device
+        self.view.check_fits(spec)
+        require(
+            self.lane.schedule.kv_heads == spec.kv_heads,
+            f"plan: deals ranges to {self.lane.schedule.kv_heads} KV heads, layer {self.layer} has {spec.kv_heads}",
+        )
+        lane_device = self.lane.schedule.segments.device
+        require(same_device(lane_device, device), f"plan: made on {lane_device}, the pool is on {device}")
+        hint = f"the plan has {reqs} requests, layer {self.layer} {spec.heads} heads"
+        tensor("q", self.q, shape=(reqs, spec.heads, spec.qk_dim), dtype=FLOATS, device=device, hint=hint)
+        last_axis_contiguous("q", self.q)
+        tensor("out", self.out, shape=(reqs, spec.heads, spec.v_dim), dtype=FLOATS, device=device, hint=hint)
+        last_axis_contiguous("out", self.out)
+        if self.lse is not None:
+            tensor("lse", self.lse, shape=(reqs, spec.heads), dtype=torch.float32, device=device, hint=hint)
+        self._check_sinks(device)
+        self._check_aux(device, reqs, hint)
+
+    def _check_sinks(self, device: torch.device) -> None:
+        spec, sinks = self.spec, self.sinks
+        if (sinks is not None) != spec.has_sinks:
+            wanted = f"one logit per head, [{spec.heads}]" if spec.has_sinks else "None, as the layer has no sinks"
+            raise ValueError(f"sinks: expected {wanted}, got {describe(sinks)}")
+        if sinks is not None:
+            last_axis_contiguous("sinks", tensor("sinks", sinks, shape=(spec.heads,), dtype=FLOATS, device=device))
+
+    def _check_aux(self, device: torch.device, reqs: int, hint: str) -> None:
+        mod, aux = self.spec.mod, self.aux
+        needs_aux = mod is not None and mod.needs_aux
+        if (aux is not None) != needs_aux:
+            shaped = f"[{reqs}, {self.spec.heads}, width], which the layer's modifier reads"
+            wanted = shaped if needs_aux else "None, as no modifier of the layer reads it"
+            raise ValueError(f"aux: expected {wanted}, got {describe(aux)}")
+        if aux is not None:
+            shape = (reqs, self.spec.heads, "width")
+            last_axis_contiguous("aux", tensor("aux", aux, shape=shape, dtype=FLOATS, device=device, hint=hint))
