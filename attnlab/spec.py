@@ -5,6 +5,7 @@ The score pipeline's order is fixed, here and in every engine: scale, cap, tempe
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -182,7 +183,10 @@ class ModelSpec:
         argument gives it.
         """
         rows = {row["name"]: row for row in load_json("models.json", "models")}
-        require(name in rows, f"model: expected one of {', '.join(rows)}, got {name!r}")
+        if name not in rows:
+            close = difflib.get_close_matches(str(name), rows, n=3, cutoff=0.3)
+            hint = f"did you mean {' or '.join(close)}? " if close else ""
+            raise ValueError(f"model: got {name!r}; {hint}data/models.json has {', '.join(rows)}")
         row = rows[name]
         context = context_len if context_len is not None else _known(row, "context", hint="pass context_len")
         pattern = _known(row, "pattern")

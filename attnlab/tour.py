@@ -8,7 +8,7 @@ themselves. No GPU, no download.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from rich.progress import Progress
@@ -60,7 +60,7 @@ class TourResult:
     @property
     def batch_words(self) -> str:
         """A sentence on where the lengths come from, and by how much they were scaled."""
-        words = f"{len(self.lens)} requests with lengths drawn from {self.trace}"
+        words = f"{len(self.lens)} request{'s' * (len(self.lens) != 1)} with lengths drawn from {self.trace}"
         if self.drawn == self.lens:
             return f"{words}; none is longer than the recorded text, so none was scaled."
         factor = max(self.lens) / max(self.drawn)
@@ -82,7 +82,8 @@ def run_tour(*, trace: str, requests: int, seed: int, progress: Progress) -> Tou
     sample = Sample.load("long")
     drawn = draw_decode_lens(trace, requests, seed=seed)
     lens = scale_to(drawn, len(sample.tokens))
-    steps = len(sample.layers) * (len(POLICIES) + 1) + len(POLICIES) + 3
+    layers = len(sample.layers)
+    steps = layers + 1 + len(POLICIES) * (layers + (_triton.PROBLEM is None)) + 1  # truths, policies, merges
     task = progress.add_task("decoding", total=steps)
 
     def step(what: str) -> None:
@@ -110,7 +111,7 @@ def run_tour(*, trace: str, requests: int, seed: int, progress: Progress) -> Tou
         )
         lanes.append(plan.lanes[0])
     merges = _merges(step)
-    progress.update(task, description="decoded", completed=steps)
+    progress.update(task, description="decoded")
     return TourResult(
         trace=trace_title(trace),
         drawn=tuple(drawn),
@@ -161,6 +162,9 @@ def _through_the_kernels(
 def _merges(step: Callable[[str], None]) -> tuple[MergeSteps, ...]:
     tokens = len(Sample.load("long").tokens)
     bench = workbench(MODEL, lens=[tokens], policy=Static(splits=8), engine="eager")
-    steps = tuple(bench.merge(layer, request=0, head=head) for layer, head in (SINK_HEAD, DIFFUSE_HEAD))
+    steps = tuple(
+        replace(bench.merge(layer, request=0, head=head), title=f"layer {layer}, head {head}, the whole text")
+        for layer, head in (SINK_HEAD, DIFFUSE_HEAD)
+    )
     step("merging two heads")
     return steps

@@ -12,8 +12,9 @@ COLUMNS = ("policy", "splits", "waves", "scratch", "error, eager", "error, kerne
 
 NOTES = (
     "Splits: ranges of keys that the policy asked for / that hold keys after rounding, over the whole batch. "
-    "Waves: programs with keys per multiprocessor, counted for an H200's 132. Scratch: partial results of one layer. "
-    "Errors: largest absolute difference to an fp64 oracle that shares no code with either engine; outputs are fp32. "
+    "Waves: programs with keys per multiprocessor, counted for an H200's 132; below 1 some have nothing to do. "
+    "Scratch: partial results of one layer. Errors: largest absolute difference to an fp64 oracle that shares no code "
+    "with either engine; outputs are fp32, whose rounding alone gives about 1e-6. "
     f"Eager: all requests, three layers. Kernels: one request of {KERNEL_TOKENS} keys, layer {KERNEL_LAYER}."
 )
 
@@ -25,9 +26,9 @@ body { background: var(--paper); color: var(--ink); font: 16px/1.5 Arial, 'Liber
 h1 { font-size: 1.7rem; line-height: 1.25; } h2 { font-size: 1.15rem; margin-top: 2.5rem; }
 p.note, footer { color: var(--soft); font-size: .88rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .35rem .6rem; border-bottom: 1px solid var(--rule); }
+th, td { white-space: nowrap; text-align: right; padding: .35rem .6rem; border-bottom: 1px solid var(--rule); }
 th { color: var(--soft); font-weight: normal; } th:first-child, td:first-child { text-align: left; }
-.table { overflow-x: auto; } .picture svg { width: 100%; height: auto; } code { font-size: .92em; }
+.table { overflow-x: auto; } .picture { overflow-x: auto; } .picture svg { width: 100%; min-width: 640px; height: auto; } code { font-size: .92em; }
 .dark { display: none; }
 @media (prefers-color-scheme: dark) { .light { display: none; } .dark { display: block; } }
 """
@@ -36,7 +37,7 @@ th { color: var(--soft); font-weight: normal; } th:first-child, td:first-child {
 def cells(row: PolicyResult) -> tuple[str, ...]:
     """Return a table row's words, one for each of COLUMNS."""
     f = row.footprint
-    kernel = "not run" if row.kernel_error is None else f"{row.kernel_error:.1e} in {row.kernel_ranges}"
+    kernel = "not run" if row.kernel_error is None else f"{row.kernel_error:.1e} ({row.kernel_ranges} splits)"
     return (
         f.policy,
         f"{f.asked} / {f.used}",
@@ -57,7 +58,9 @@ def page(result: TourResult, pictures: list[Picture]) -> str:
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>attnlab tour</title>
 <style>{_STYLE}</style></head>
 <body>
-<h1>Real attention, decoded in splits, merged, and right</h1>
+<h1>A real model’s attention, cut, merged and checked</h1>
+<p>While a language model writes one token, each of its heads reads all earlier keys. To keep a whole GPU busy, that reading is
+cut into splits, and the partial answers are merged. A split policy decides where to cut.</p>
 <p>{escape(result.batch_words)} Queries, keys and values are those of SmolLM2-135M reading the Apache License 2.0, in
 layers 0, 18 and 23. A request that is shorter than the text is the end of it.</p>
 <div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>
@@ -78,4 +81,4 @@ def _both(picture: Picture) -> str:
 
 
 def _bytes(n: int) -> str:
-    return f"{n / 1024:,.0f} KB" if n < 1 << 20 else f"{n / (1 << 20):,.1f} MB"
+    return f"{n / 1024:,.0f} KiB" if n < 1 << 20 else f"{n / (1 << 20):,.1f} MiB"

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from safetensors import safe_open
@@ -26,6 +26,7 @@ STAGES: tuple[Stage, ...] = ("raw", "scaled", "capped", "masked", "weights")
 FORMAT = 1
 
 
+@runtime_checkable
 class Tracer(Protocol):
     """Looks at every call of a backend while it is attached."""
 

@@ -104,3 +104,67 @@ def test_a_policy_of_ones_own_in_a_few_lines() -> None:
     wb = bench([301, 1, 0], policy="test-halves")
     assert wb.plan().lane(18).splits.to_host().effective == (2, 1, 0)
     torch.testing.assert_close(wb.decode(18), bench([301, 1, 0]).decode(18), **OUTPUT[torch.float16])
+
+
+def test_only_the_recorded_layers_are_recorded() -> None:
+    mixed = bench([200], layers=[18, 5])
+    plain = bench([200], layers=[18])
+    assert torch.equal(mixed.decode(18), plain.decode(18))
+    assert mixed.source == "recorded q, k, v in layer 18; normal numbers, seed 0, in layer 5"
+    assert mixed.tokens(0) == plain.tokens(0) and len(mixed.tokens(0)) == 200
+    assert bench([200], layers=[5]).tokens(0) == ()
+
+
+def test_a_layer_with_sinks_gets_some() -> None:
+    wb = attnlab.workbench("gpt-oss-20b", lens=[40], policy="seed", engine="eager", layers=[1])
+    q, _, _ = wb.newest(1)
+    want, _ = oracle.attention(q[0], *wb.cached(1, 0), scale=0.125, sinks=wb.sinks(1))
+    torch.testing.assert_close(wb.decode(1)[0].double(), want, **OUTPUT[torch.float16])
+
+
+def test_a_recording_on_the_bench_knows_the_tokens() -> None:
+    wb = bench([40, 3])
+    with wb.record(scores=True) as trace:
+        wb.decode(18)
+    assert trace.tokens == (wb.tokens(0), wb.tokens(1)) and len(trace.tokens[1]) == 3
+    assert [score.values.shape[1] for score in trace.call(18).scores] == [40, 3]
+
+
+def test_lengths_may_be_numpys_or_a_tensors() -> None:
+    import numpy as np
+
+    assert bench(np.array([5, 3])).lens == bench(torch.tensor([5, 3])).lens == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lens": 5}, "lens: expected a list of lengths, one per request, got 5"),
+        ({"lens": [3.5]}, "lens: request 0: expected an int, got 3.5"),
+        ({"layers": 18}, "layers: expected a list of layer numbers, got 18"),
+        ({"kv_dtype": "float16"}, "kv_dtype: expected one of float32, .*, got .float16."),
+        (
+            {"model": "Llama-3-8B", "lens": [9000]},
+            "request 0 has 9,000 tokens, beyond the context of Llama-3-8B, 8,192",
+        ),
+        ({"model": "Gemma-3-1b-it"}, "context: not verified for model 'Gemma-3-1b-it' .*pass context_len"),
+        ({"model": "llama"}, "did you mean .*"),
+    ],
+)
+def test_a_bench_that_cannot_be_built_says_why(changes: dict[str, object], message: str) -> None:
+    given = {"model": "SmolLM2-135M", "lens": [4], "policy": "seed", "engine": "eager", **changes}
+    with pytest.raises((TypeError, ValueError), match=message):
+        attnlab.workbench(**given)
+
+
+def test_a_model_spec_brings_its_own_cache() -> None:
+    model = attnlab.ModelSpec.load("Llama-3.2-1B").only((0,))
+    with pytest.raises(ValueError, match="page_size: a ModelSpec brings its own"):
+        attnlab.workbench(model, lens=[4], policy="seed", engine="eager", page_size=16)
+
+
+def test_a_layer_that_is_not_filled_is_told_how_to_fill_it() -> None:
+    with pytest.raises(
+        ValueError, match=r"the workbench has filled layers 0, 18, 23, got 5; build it with layers=\[5\]"
+    ):
+        bench([4]).decode(5)

@@ -279,8 +279,10 @@ def test_a_batch_that_asks_for_more_than_a_row_holds_is_refused() -> None:
     t = table()
     t.append(t.admit(), torch.tensor([4, 5]))
     t.check_holds([0, 2, 2], [2, 0, 0])
-    with pytest.raises(ValueError, match="seq: request 1 asks for 3 tokens, row 0 of the table holds 2"):
-        t.check_holds([0, 0], [2, 3])
+    with pytest.raises(ValueError, match="seq: request 0 asks for 3 tokens, row 0 of the table holds 2"):
+        t.check_holds([0], [3])
+    with pytest.raises(ValueError, match="rows: requests 0 and 1 are both row 0; they would write the same slot"):
+        t.check_holds([0, 0], [2, 2])
     with pytest.raises(ValueError, match="seq: request 0 asks for 1 tokens, row 1 of the table holds 0"):
         t.check_holds([1], [1])
     with pytest.raises(ValueError, match="rows: request 0 is in row 3; the table has rows 0 to 2"):

@@ -72,9 +72,11 @@ class Sample:
         return LayerSample(q=q, k=k, v=v)
 
 
-def random_layer(*, tokens: int, heads: int, kv_heads: int, qk_dim: int, v_dim: int, seed: int) -> LayerSample:
-    """Return seeded standard normal tensors in a sample's shape, fp32, with a query for every token."""
+def random_layer(
+    *, tokens: int, queries: int, heads: int, kv_heads: int, qk_dim: int, v_dim: int, seed: int
+) -> LayerSample:
+    """Return seeded standard normal tensors in a sample's shape, fp32, with queries for the last tokens."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = ((tokens, heads, qk_dim), (tokens, kv_heads, qk_dim), (tokens, kv_heads, v_dim))
+    shapes = ((queries, heads, qk_dim), (tokens, kv_heads, qk_dim), (tokens, kv_heads, v_dim))
     q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
     return LayerSample(q=q, k=k, v=v)

@@ -6,7 +6,10 @@ It adds no behaviour of its own. Every part is the plain object that a server wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -16,15 +19,18 @@ from attnlab.backend import AttentionBackend
 from attnlab.batch import DecodeBatch
 from attnlab.checks import require
 from attnlab.engines import Engine
+from attnlab.inspect.contents import is_recorded, layer_contents, token_texts
 from attnlab.inspect.merge import MergeSteps
-from attnlab.inspect.samples import MODEL, LayerSample, Sample, random_layer
+from attnlab.inspect.record import record
+from attnlab.inspect.samples import LayerSample
 from attnlab.memory.pool import KVPool
 from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.pools.mla import MLAPool
 from attnlab.memory.requests import RequestTable
 from attnlab.plan.plans import DecodePlan
 from attnlab.plan.policy import HostPolicy, SplitPolicy
-from attnlab.spec import ModelSpec
+from attnlab.spec import AttentionSpec, ModelSpec
+from attnlab.trace import Trace
 
 H200_MULTIPROCESSORS = 132
 FILL_STEP = 16
@@ -44,27 +50,39 @@ class Workbench:
         batch: DecodeBatch,
         lens: Sequence[int],
         contents: dict[int, list[LayerSample]],
-        source: str,
+        seed: int,
     ) -> None:
-        self.backend, self.batch, self.source = backend, batch, source
-        self.lens = tuple(lens)
+        self.backend, self.batch, self.lens, self.seed = backend, batch, tuple(lens), seed
         self.model, self.pool, self.table = backend.model, backend.pool, backend.table
         self._contents = contents
 
     def __repr__(self) -> str:
         """Say what stands on the bench, the choices included."""
-        backend = self.backend
-        lens = self.lens if len(self.lens) <= 8 else (*self.lens[:8], "...")
+        backend, count = self.backend, len(self.lens)
+        shown = [str(n) for n in self.lens[:8]] + ["..."] * (count > 8)
         return (
-            f"Workbench({self.model.name}, layers {', '.join(map(str, self.layers))}; {len(self.lens)} requests of "
-            f"{', '.join(map(str, lens))} tokens; engine {backend.engine.name}, policy {backend.policy.name}, "
+            f"Workbench({self.model.name}, {_numbered('layer', self.layers)}; {count} request{'s' * (count != 1)} of "
+            f"{', '.join(shown)} tokens; engine {backend.engine.name}, policy {backend.policy.name}, "
             f"{backend.planner.multiprocessors} multiprocessors; {self.source})"
         )
+
+    @property
+    def source(self) -> str:
+        """Where the cached numbers come from."""
+        recorded = [layer.index for layer in self.model.layers if is_recorded(self.model, layer)]
+        drawn = [number for number in self.layers if number not in recorded]
+        parts = [f"recorded q, k, v in {_numbered('layer', recorded)}"] * bool(recorded)
+        parts += [f"normal numbers, seed {self.seed}, in {_numbered('layer', drawn)}"] * bool(drawn)
+        return "; ".join(parts)
 
     @property
     def layers(self) -> tuple[int, ...]:
         """The layers that are filled."""
         return tuple(layer.index for layer in self.model.layers)
+
+    def tokens(self, request: int) -> tuple[str, ...]:
+        """Return the texts of a request's tokens; empty where the numbers were drawn."""
+        return token_texts(self.model, self.lens, request)
 
     def plan(self) -> DecodePlan:
         """Return the plan of decoding every request's last token."""
@@ -75,20 +93,28 @@ class Workbench:
 
         Under MLA v is None. A request without tokens gets zeros.
         """
-        spec, device = self.model.layer(layer).attention, self.pool.device
-        rows = self._contents[layer]
+        spec, device, rows = self._attention(layer), self.pool.device, self._contents[layer]
         q = _last_rows([row.q for row in rows], spec.heads, spec.qk_dim, device)
         k = _last_rows([row.k for row in rows], spec.kv_heads, spec.qk_dim, device)
         if self.model.mla:
             return q, k, None
         return q, k, _last_rows([row.v for row in rows], spec.kv_heads, spec.v_dim, device)
 
+    def sinks(self, layer: int) -> Float[Tensor, " heads"] | None:
+        """Return seeded sink logits where the layer has sinks, else None."""
+        spec = self._attention(layer)
+        if not spec.has_sinks:
+            return None
+        generator = torch.Generator().manual_seed(self.seed + layer)
+        return torch.randn(spec.heads, generator=generator).to(self.pool.device)
+
     def decode(
         self, layer: int, plan: DecodePlan | None = None, *, lse: Tensor | None = None
     ) -> Float[Tensor, "reqs heads v_dim"]:
         """Run one layer's decode call with the newest tokens; without a plan, a new one is made."""
         q, k, v = self.newest(layer)
-        return self.backend.decode(layer, q, k, v, self.plan() if plan is None else plan, lse=lse)
+        made = self.plan() if plan is None else plan
+        return self.backend.decode(layer, q, k, v, made, sinks=self.sinks(layer), lse=lse)
 
     def merge(self, layer: int, *, request: int, head: int, plan: DecodePlan | None = None) -> MergeSteps:
         """Decode a layer and return one head's partial results, ready to `show`."""
@@ -98,10 +124,24 @@ class Workbench:
         partials = self.backend.partials(layer, made)
         return MergeSteps.of(partials, made.lane(layer), request=request, head=head, title=title)
 
+    @contextmanager
+    def record(self, **wanted: Any) -> Iterator[Trace]:
+        """Record the calls made inside the block (arguments as `attnlab.record`); the trace knows the tokens' texts."""
+        with record(self.backend, **wanted) as trace:
+            trace.tokens = tuple(self.tokens(request) for request in range(len(self.lens)))
+            yield trace
+
     def cached(self, layer: int, request: int) -> tuple[Tensor, Tensor]:
-        """Return the K and V rows that were put into the cache for a request, as given: before any storage rounding."""
+        """Return the K and V rows that were put into the cache for a request, as given: before any rounding."""
+        self._attention(layer)
         content = self._contents[layer][request]
         return content.k, content.v
+
+    def _attention(self, layer: int) -> AttentionSpec:
+        if layer not in self.layers:
+            filled = _numbered("layer", self.layers)
+            raise ValueError(f"layer: the workbench has filled {filled}, got {layer!r}; build it with layers=[{layer}]")
+        return self.model.layer(layer).attention
 
 
 def workbench(
@@ -112,28 +152,33 @@ def workbench(
     engine: str | Engine,
     device: torch.device | str = "cpu",
     layers: Sequence[int] | None = None,
-    kv_dtype: torch.dtype = torch.float16,
-    page_size: int = 1,
+    kv_dtype: torch.dtype | None = None,
+    page_size: int | None = None,
+    context_len: int | None = None,
     multiprocessors: int | None = None,
     seed: int = 0,
 ) -> Workbench:
     """Build a backend over a filled cache: one request for each of `lens`.
 
-    SmolLM2-135M gets the recorded keys and values of the trained model (layers 0, 18 and 23; up to 2,048 tokens; a
-    shorter request is the end of the text, up to one of its last 128 tokens). Any other model, and any other layer
-    of this one, gets seeded normal numbers; by default in one layer of each kind. `multiprocessors` defaults to the
-    device's own, on a CPU to an H200's 132. A ModelSpec brings its own `page_size` and `kv_dtype`.
+    SmolLM2-135M has the recorded queries, keys and values of the trained model in layers 0, 18 and 23 (up to 2,048
+    tokens; a shorter request is the end of the text, up to one of its last 128 tokens). Other layers and models get
+    normal numbers of a seed. `layers` are the recorded ones, or one of each kind, unless they are given.
+    `multiprocessors` is the device's own, on a CPU an H200's 132. A model by name gets an fp16 cache of pages of one
+    slot, and its published context, unless told otherwise; a ModelSpec brings all of these.
 
     >>> wb = workbench("SmolLM2-135M", lens=[2048, 96, 700], policy="seed", engine="eager")
     >>> wb.decode(18).shape
     torch.Size([3, 9, 64])
     """
-    recorded = (
-        model == MODEL and layers is None or (model == MODEL and set(layers or ()) <= set(Sample.load("long").layers))
-    )
-    spec = _spec(model, layers, kv_dtype, page_size, recorded)
+    lens = _lens(lens)
+    spec = _spec(model, layers, {"kv_dtype": kv_dtype, "page_size": page_size, "context_len": context_len})
+    for request, length in enumerate(lens):
+        require(
+            length <= spec.context_len,
+            f"lens: request {request} has {length:,} tokens, beyond the context of {spec.name}, {spec.context_len:,}",
+        )
     pool, table = _storage(spec, lens, device)
-    contents = _contents(spec, lens, recorded, seed)
+    contents = {layer.index: layer_contents(spec, layer, lens, seed=seed) for layer in spec.layers}
     rows = _fill(spec, pool, table, contents, lens)
     backend = AttentionBackend(
         model=spec,
@@ -145,76 +190,47 @@ def workbench(
         multiprocessors=_multiprocessors(pool.device) if multiprocessors is None else multiprocessors,
     )
     batch = DecodeBatch.of(rows=rows, lens=lens, device=pool.device)
-    source = "recorded q, k, v of the trained model" if recorded else f"normal numbers, seed {seed}"
-    return Workbench(backend=backend, batch=batch, lens=lens, contents=contents, source=source)
+    return Workbench(backend=backend, batch=batch, lens=lens, contents=contents, seed=seed)
 
 
-def _spec(
-    model: str | ModelSpec,
-    layers: Sequence[int] | None,
-    kv_dtype: torch.dtype,
-    page_size: int,
-    recorded: bool,
-) -> ModelSpec:
+def _lens(lens: Sequence[int]) -> list[int]:
+    """Return the lengths as plain ints: numpy's and tensors' are welcome."""
+    if not isinstance(lens, Iterable):
+        raise TypeError(f"lens: expected a list of lengths, one per request, got {lens!r}")
+    checked = []
+    for request, length in enumerate(lens):
+        try:
+            checked.append(operator.index(length))
+        except TypeError:
+            raise TypeError(f"lens: request {request}: expected an int, got {length!r}") from None
+    return checked
+
+
+def _spec(model: str | ModelSpec, layers: Sequence[int] | None, given: dict[str, Any]) -> ModelSpec:
+    given = {name: value for name, value in given.items() if value is not None}
     if isinstance(model, ModelSpec):
-        return model if layers is None else model.only(tuple(layers))
-    spec = ModelSpec.load(model, page_size=page_size, kv_dtype=kv_dtype)
+        require(not given, f"{', '.join(given)}: a ModelSpec brings its own; build it with the value that you want")
+        spec = model
+    else:
+        spec = ModelSpec.load(model, **{"kv_dtype": torch.float16, **given})
     if layers is not None:
+        require(not isinstance(layers, int), f"layers: expected a list of layer numbers, got {layers!r}", TypeError)
         return spec.only(tuple(layers))
-    if recorded:
-        return spec.only(Sample.load("long").layers)
+    if isinstance(model, ModelSpec):
+        return spec
+    recorded = [layer.index for layer in spec.layers if is_recorded(spec, layer)]
     first_of_kind = {layer.attention: layer.index for layer in reversed(spec.layers)}
-    return spec.only(tuple(sorted(first_of_kind.values())))
+    return spec.only(tuple(recorded or sorted(first_of_kind.values())))
 
 
 def _storage(spec: ModelSpec, lens: Sequence[int], device: torch.device | str) -> tuple[KVPool, RequestTable]:
-    pages = 1 + sum(-(-n // spec.page_size) for n in lens)
-    num_slots = max(2, pages) * spec.page_size
+    pages = 1 + max(1, sum(-(-n // spec.page_size) for n in lens))
+    num_slots = pages * spec.page_size
     pool: KVPool = (MLAPool if spec.mla else MHAPool)(spec, num_slots=num_slots, device=device)
     table = RequestTable(
-        max_requests=max(1, len(lens)),
-        max_context=max(1, *lens, 1),
-        num_slots=num_slots,
-        device=device,
+        max_requests=max(1, len(lens)), max_context=max([1, *lens]), num_slots=num_slots, device=device
     )
     return pool, table
-
-
-def _contents(spec: ModelSpec, lens: Sequence[int], recorded: bool, seed: int) -> dict[int, list[LayerSample]]:
-    """Return every layer's q, k and v of every request, cut to its length; its last token is the one to decode."""
-    contents = {}
-    for layer in spec.layers:
-        attention = layer.attention
-        if recorded:
-            sample = Sample.load("long").layer(layer.index)
-            contents[layer.index] = [_cut(sample, n, request) for request, n in enumerate(lens)]
-        else:
-            contents[layer.index] = [
-                random_layer(
-                    tokens=n,
-                    heads=attention.heads,
-                    kv_heads=attention.kv_heads,
-                    qk_dim=attention.qk_dim,
-                    v_dim=attention.v_dim,
-                    seed=seed + 1000 * layer.index + request,
-                )
-                for request, n in enumerate(lens)
-            ]
-    return contents
-
-
-def _cut(sample: LayerSample, length: int, request: int) -> LayerSample:
-    """Return `length` consecutive tokens that end at one whose query was recorded, a different one for each request."""
-    tokens, queries = sample.k.shape[0], sample.q.shape[0]
-    require(
-        length <= tokens,
-        f"lens: request {request} has {length:,} tokens, the recorded text {tokens:,}; scale the lengths "
-        "(attnlab.inspect.traffic.scale_to)",
-    )
-    last = max(tokens - 1 - (17 * request) % queries, length - 1)
-    keep = slice(last + 1 - length, last + 1)
-    at = last - sample.first_query
-    return LayerSample(q=sample.q[at : at + min(1, length)], k=sample.k[keep], v=sample.v[keep])
 
 
 def _fill(
@@ -248,3 +264,8 @@ def _last_rows(rows: list[Tensor], heads: int, dim: int, device: torch.device) -
     """Return each request's last row, `[reqs, heads, dim]`; zeros for a request without tokens."""
     nothing = torch.zeros(1, heads, dim)
     return torch.cat([row[-1:] if row.shape[0] else nothing.to(row.dtype) for row in rows] or [nothing[:0]]).to(device)
+
+
+def _numbered(word: str, numbers: Sequence[int]) -> str:
+    """Words for some layers: `layer 5`, `layers 0, 18, 23`."""
+    return f"{word}{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"

@@ -120,7 +120,7 @@ class KVPool(Protocol):
 def check_storage(name: str, dtype: torch.dtype) -> None:
     """Raise TypeError unless a pool can store this dtype."""
     known = ", ".join(str(d).removeprefix("torch.") for d in STORAGE_DTYPES)
-    require(dtype in STORAGE_DTYPES, f"{name}: expected one of {known}, got {dtype}", TypeError)
+    require(dtype in STORAGE_DTYPES, f"{name}: expected one of {known}, got {dtype!r}", TypeError)
 
 
 def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

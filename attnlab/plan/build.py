@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, assert_never
+from typing import Protocol, assert_never, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -27,6 +27,7 @@ from attnlab.plan.splits import SplitPlan, cut_lens, offsets_of
 from attnlab.spec import LayerSpec, ModelSpec
 
 
+@runtime_checkable
 class PlanOps(Protocol):
     """The device functions that planning needs; each engine brings its own."""
 

@@ -1,0 +1,57 @@
+"""What a workbench puts into its cache: recorded attention where there is some, seeded normal numbers elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attnlab.checks import require
+from attnlab.inspect.samples import MODEL, LayerSample, Sample, random_layer
+from attnlab.spec import LayerSpec, ModelSpec
+
+QUERY_STEP = 17
+"""Requests that are shorter than the text end at different tokens, so many apart."""
+
+
+def is_recorded(model: ModelSpec, layer: LayerSpec) -> bool:
+    """Whether the layer's queries, keys and values were recorded: layers 0, 18 and 23 of SmolLM2-135M."""
+    a = layer.attention
+    shape = (a.heads, a.kv_heads, a.qk_dim, a.v_dim)
+    return model.name == MODEL and layer.index in Sample.load("long").layers and shape == (9, 3, 64, 64)
+
+
+def layer_contents(model: ModelSpec, layer: LayerSpec, lens: Sequence[int], *, seed: int) -> list[LayerSample]:
+    """Return q, k and v of every request, cut to its length; of q, the last token's, which is the one to decode."""
+    if is_recorded(model, layer):
+        sample = Sample.load("long").layer(layer.index)
+        return [_cut(sample, *_span(sample, length, request)) for request, length in enumerate(lens)]
+    a = layer.attention
+    shape = {"heads": a.heads, "kv_heads": a.kv_heads, "qk_dim": a.qk_dim, "v_dim": a.v_dim}
+    seeds = [seed + 1000 * layer.index + request for request in range(len(lens))]
+    return [random_layer(tokens=n, queries=min(n, 1), seed=s, **shape) for n, s in zip(lens, seeds, strict=True)]
+
+
+def token_texts(model: ModelSpec, lens: Sequence[int], request: int) -> tuple[str, ...]:
+    """Return the texts of a request's tokens where one of the layers is recorded, else nothing."""
+    recorded = [layer for layer in model.layers if is_recorded(model, layer)]
+    if not recorded:
+        return ()
+    sample = Sample.load("long")
+    first, end = _span(sample.layer(recorded[0].index), lens[request], request)
+    return sample.tokens[first:end]
+
+
+def _span(sample: LayerSample, length: int, request: int) -> tuple[int, int]:
+    """Return `length` consecutive tokens that end at one whose query was recorded, a different one for each request."""
+    tokens, queries = sample.k.shape[0], sample.q.shape[0]
+    require(
+        length <= tokens,
+        f"lens: request {request} has {length:,} tokens, the recorded text {tokens:,}; scale the lengths "
+        "(attnlab.inspect.traffic.scale_to)",
+    )
+    end = max(tokens - (QUERY_STEP * request) % queries, length)
+    return end - length, end
+
+
+def _cut(sample: LayerSample, first: int, end: int) -> LayerSample:
+    at = end - 1 - sample.first_query
+    return LayerSample(q=sample.q[at : at + min(1, end - first)], k=sample.k[first:end], v=sample.v[first:end])
