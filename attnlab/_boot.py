@@ -14,10 +14,11 @@ import os
 import torch
 
 _WORDS = {"1": True, "true": True, "0": False, "false": False}
+_VARIABLES = ("ATTNLAB_INTERPRET", "TRITON_INTERPRET")
 
 
 def _choose_interpreted() -> bool:
-    for variable in ("ATTNLAB_INTERPRET", "TRITON_INTERPRET"):
+    for variable in _VARIABLES:
         value = os.environ.get(variable)
         if value is None:
             continue
@@ -32,6 +33,9 @@ def _choose_interpreted() -> bool:
 
 INTERPRETED: bool = _choose_interpreted()
 """True where this process runs kernels in Triton's interpreter, False where it compiles them."""
+
+AS_FOUND: dict[str, str | None] = {variable: os.environ.get(variable) for variable in _VARIABLES}
+"""What the process was started with, in the order of precedence; None where a variable was not set."""
 
 os.environ["TRITON_INTERPRET"] = "1" if INTERPRETED else "0"
 # The flag keeps a*b+c fused as every released Triton does by default; newer ones ask for an explicit word.

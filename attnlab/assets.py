@@ -1,4 +1,4 @@
-"""The shipped data: one function finds it, in a checkout and in an installed wheel alike."""
+"""The shipped data and notebooks: one function finds each, in a checkout and in an installed wheel alike."""
 
 from __future__ import annotations
 
@@ -22,6 +22,25 @@ def data_path(name: str) -> Path:
     raise FileNotFoundError(
         f"data file {name!r} is neither at {places[0]} nor at {places[1]}; reinstall attnlab, its data travels with it"
     )
+
+
+def notebooks_folder() -> Path:
+    """Return the folder of the shipped notebooks: inside the package in a wheel, beside it in a checkout.
+
+    Raises FileNotFoundError, with both places, where it is in neither.
+    """
+    places = [_PACKAGE / "notebooks", _PACKAGE.parent / "notebooks"]
+    for place in places:
+        if place.is_dir():
+            return place
+    raise FileNotFoundError(
+        f"notebooks: there is no folder {places[0]}, nor {places[1]}; reinstall attnlab, its notebooks travel with it"
+    )
+
+
+def in_wheel(path: Path) -> bool:
+    """Whether a shipped file or folder lies inside the installed package, where nobody should write."""
+    return path.is_relative_to(_PACKAGE)
 
 
 def load_json(name: str, *keys: str) -> Any:

@@ -1,83 +1,110 @@
-"""The command line: `attnlab tour`, `attnlab gallery`, `attnlab info`."""
+"""The command line: one function per command says what it takes, another runs it.
+
+A command's own modules are imported when it is chosen, so that `attnlab doctor` works where what others need is broken.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+import attnlab
 
-from attnlab.checks import positive
-from attnlab.gallery import draw_gallery
-from attnlab.inspect.info import info
-from attnlab.inspect.traffic import trace_names
-from attnlab.plots.show import show
-from attnlab.tour import kernel_words, run_tour
-from attnlab.tour_page import COLUMNS, NOTES, cells, page
+_HOME = {
+    "tour": "attnlab.tour_command",
+    "lab": "attnlab.lab",
+    "doctor": "attnlab.doctor",
+    "gallery": "attnlab.gallery",
+    "trace": "attnlab.trace_command",
+    "info": "attnlab.inspect.info",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; on bad input print one line that says what to do, and return 2."""
     args = _parser().parse_args(argv)
     try:
-        args.run(args)
+        status: int | None = args.run(import_module(_HOME[args.command]), args)
     except (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as error:
         print(f"attnlab {args.command}: {error}", file=sys.stderr)
         return 2
-    return 0
+    except ImportError as error:
+        print(f"attnlab {args.command}: {error}; `attnlab doctor` says what is missing here", file=sys.stderr)
+        return 2
+    return status or 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="attnlab", description="The attention backend of an LLM server, opened up.")
+    parser.add_argument("--version", action="version", version=f"attnlab {attnlab.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    tour = commands.add_parser(
-        "tour", help="decode a real model's attention under every split policy and write a page about it"
+
+    def command(name: str, run: Callable[[Any, argparse.Namespace], int | None], words: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=words, description=words[0].upper() + words[1:] + ".")
+        added.set_defaults(run=run)
+        return added
+
+    _tour_takes(
+        command("tour", _tour, "decode a real model's attention under every split policy and write a page about it")
     )
-    tour.add_argument(
-        "--out", type=Path, default=Path("attnlab-tour"), help="folder for index.html (default: %(default)s)"
-    )
-    tour.add_argument(
-        "--trace",
-        default="mooncake_fast25_conversation",
-        choices=trace_names(),
-        help="request lengths (default: %(default)s)",
-    )
-    tour.add_argument("--requests", type=int, default=8, help="size of the batch (default: %(default)s)")
-    tour.add_argument("--seed", type=int, default=3, help="of the drawn lengths (default: %(default)s)")
-    tour.set_defaults(run=_tour)
-    gallery = commands.add_parser("gallery", help="draw the README's pictures from the shipped data")
+    _lab_takes(command("lab", _lab, "open JupyterLab on the notebooks"))
+    command("doctor", _doctor, "examine this installation, and say what to do about each trouble")
+    gallery = command("gallery", _gallery, "draw the README's pictures from the shipped data")
     gallery.add_argument("--out", type=Path, required=True, help="folder for the SVG files")
-    gallery.set_defaults(run=lambda args: print(*draw_gallery(args.out), sep="\n"))
-    commands.add_parser("info", help="say what runs here").set_defaults(run=lambda args: print(info()))
+    trace = command("trace", _trace, "summarise a saved trace")
+    trace.add_argument("file", type=Path, help="what Trace.save wrote")
+    command("info", _info, "say in one line what runs here")
     return parser
 
 
-def _tour(args: argparse.Namespace) -> None:
-    started = time.perf_counter()
-    positive("--requests", args.requests)
-    args.out.mkdir(parents=True, exist_ok=True)
-    console = Console()
-    columns = (TextColumn("{task.description:30}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        result = run_tour(trace=args.trace, requests=args.requests, seed=args.seed, progress=progress)
-    table = Table()
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "policy" else "right")
-    for row in result.rows:
-        table.add_row(*cells(row))
-    console.print(result.batch_words)
-    console.print(table)
-    console.print(f"{NOTES} The kernels were {kernel_words()}.", style="dim")
-    seed, _, tile = result.lanes
-    pictures = [show(seed, tile), show(*result.merges)]
-    path = args.out / "index.html"
-    path.write_text(page(result, pictures), encoding="utf-8")
-    seconds = time.perf_counter() - started
-    console.print(f"Wrote {path} ({path.stat().st_size / 1024:,.0f} KB) in {seconds:.0f} s: open it in a browser.")
+def _tour_takes(parser: argparse.ArgumentParser) -> None:
+    folder = Path("attnlab-tour")
+    parser.add_argument("--out", type=Path, default=folder, help="folder for index.html (default: %(default)s)")
+    # No `choices`: they would have to be read from a data file even by commands that do not need it.
+    parser.add_argument(
+        "--trace",
+        default="mooncake_fast25_conversation",
+        help="request lengths (default: %(default)s)",
+    )
+    parser.add_argument("--requests", type=int, default=8, help="size of the batch (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=3, help="of the drawn lengths (default: %(default)s)")
+
+
+def _lab_takes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", type=Path, help="put copies of the notebooks there, and open them")
+    parser.add_argument("--port", type=int, help="of the server on this machine (default: Jupyter's)")
+    parser.add_argument("--no-browser", action="store_true", help="print the address only")
+    parser.add_argument("jupyter", nargs="*", metavar="-- OPTION", help="what follows -- goes to JupyterLab as it is")
+
+
+def _tour(home: Any, args: argparse.Namespace) -> None:
+    home.take_tour(args.out, trace=args.trace, requests=args.requests, seed=args.seed)
+
+
+def _lab(home: Any, args: argparse.Namespace) -> None:
+    home.open_lab(args.folder, port=args.port, browser=not args.no_browser, extra=args.jupyter)
+
+
+def _doctor(home: Any, args: argparse.Namespace) -> int:
+    report = home.examine()
+    home.print_report(report)
+    return 1 if report.troubles else 0
+
+
+def _gallery(home: Any, args: argparse.Namespace) -> None:
+    print(*home.draw_gallery(args.out), sep="\n")
+
+
+def _trace(home: Any, args: argparse.Namespace) -> None:
+    home.summarise(args.file)
+
+
+def _info(home: Any, args: argparse.Namespace) -> None:
+    print(home.info())
 
 
 if __name__ == "__main__":

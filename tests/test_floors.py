@@ -38,8 +38,14 @@ FLOORS = {
     "explore": 8,
     "tour": 9,
     "tour_page": 9,
+    "tour_command": 9,
     "gallery": 9,
+    "lab": 9,
+    "doctor": 9,
+    "doctor_probes": 9,
+    "trace_command": 9,
     "cli": 9,
+    "__main__": 9,
 }
 """By the first word after `attnlab.`: a module imports from its own floor and from those below."""
 

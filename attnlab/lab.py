@@ -1,0 +1,87 @@
+"""`attnlab lab`: JupyterLab on the notebooks.
+
+A checkout's notebooks are opened where they lie. Those of a wheel lie in site-packages, where nobody should work: they
+are copied into a folder of the user's first. Address and token stay as Jupyter sets them: this machine only, with one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from attnlab.assets import in_wheel, notebooks_folder
+from attnlab.checks import require
+
+COPIES = Path("attnlab-notebooks")
+"""Where the notebooks of a wheel are copied to, in the working folder, unless another one is given."""
+_SKIPPED = {".ipynb_checkpoints", "__pycache__"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """What copying did: files by their path inside the folder. `kept` were there before and were left alone."""
+
+    folder: Path
+    written: tuple[Path, ...]
+    kept: tuple[Path, ...]
+
+    def __str__(self) -> str:
+        """Say it."""
+        words = f"Copied {len(self.written)} files of the notebooks into {self.folder}"
+        return words + (f"; left {len(self.kept)} that were there as they are." if self.kept else ".")
+
+
+def open_lab(folder: Path | None, *, port: int | None, browser: bool, extra: Sequence[str] = ()) -> None:
+    """Serve the notebooks until JupyterLab is stopped. `folder` asks for copies there; `extra` goes to JupyterLab."""
+    require(
+        find_spec("jupyterlab") is not None,
+        "JupyterLab is missing here; install it with: python -m pip install jupyterlab",
+        ModuleNotFoundError,
+    )
+    opened = prepare(folder)
+    # In this process, not below it: signals and Ctrl-C then reach the server, and none is left behind.
+    import_module("jupyterlab.labapp").main(arguments(opened, port=port, browser=browser, extra=extra))
+
+
+def prepare(folder: Path | None) -> Path:
+    """Return the folder to open, with the notebooks in it; print what was copied."""
+    source = notebooks_folder()
+    if folder is None and not in_wheel(source):
+        print(f"Opening {source}.")
+        return source
+    copied = copy_notebooks(source, COPIES if folder is None else folder)
+    print(copied)
+    return copied.folder
+
+
+def copy_notebooks(source: Path, folder: Path) -> Copied:
+    """Copy every file that is not there yet. A file that is there is never written to."""
+    written, kept = [], []
+    for path in sorted(source.rglob("*")):
+        inside = path.relative_to(source)
+        if path.is_dir() or _SKIPPED & set(inside.parts):
+            continue
+        target = folder / inside
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with target.open("xb") as file:  # x: fails where anything lies there already, a link included
+                file.write(path.read_bytes())
+        except FileExistsError:
+            kept.append(inside)
+        else:
+            written.append(inside)
+    return Copied(folder=folder, written=tuple(written), kept=tuple(kept))
+
+
+def arguments(folder: Path, *, port: int | None, browser: bool, extra: Sequence[str] = ()) -> list[str]:
+    """Return JupyterLab's command line, without its name."""
+    require(port is None or 1 <= port <= 65535, f"--port: expected 1 to 65535, got {port}")
+    return [
+        f"--ServerApp.root_dir={folder.resolve()}",
+        *([] if port is None else [f"--port={port}"]),
+        *([] if browser else ["--no-browser"]),
+        *extra,
+    ]

@@ -1,0 +1,100 @@
+"""`attnlab trace`: what a saved trace holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from attnlab.trace import CallTrace, Trace
+
+COLUMNS = ("call", "layer", "policy", "requests", "keys", "splits", "recorded", "size", "heaviest split")
+
+
+def summarise(path: Path) -> None:
+    """Print a saved trace's calls, what of each was recorded, and what did not fit the budget."""
+    trace = Trace.load(path)
+    console = _console()
+    texts = f", with the texts of {len(trace.tokens)} requests' tokens" if trace.tokens else ""
+    console.print(Text(f"{path}: {len(trace.calls)} recorded decode calls, {size(trace.bytes)}{texts}"))
+    if trace.calls:
+        table = Table()
+        for name in COLUMNS:
+            table.add_column(name, justify="left" if name in ("policy", "recorded", "heaviest split") else "right")
+        for number, call in enumerate(trace.calls):
+            table.add_row(*(Text(printable(cell)) for cell in cells(number, call)))
+        console.print(table)
+    if trace.left_out:
+        console.print(Text("Left out, as it did not fit the budget:"))
+        console.print(*(Text(f"  {printable(words)}") for words in trace.left_out), sep="\n")
+
+
+def cells(number: int, call: CallTrace) -> tuple[str, ...]:
+    """Return a call's row, in the order of COLUMNS."""
+    splits = [len(mine) for mine in call.ranges]
+    return (
+        str(number),
+        str(call.layer),
+        call.policy,
+        str(len(call.ranges)),
+        f"{sum(call.lens):,}",
+        f"{sum(splits)} ({spread(splits)} each)" if splits else "0",
+        recorded(call),
+        size(call.bytes),
+        heaviest(call),
+    )
+
+
+def recorded(call: CallTrace) -> str:
+    """Say which parts of a call were kept."""
+    parts = ["log-sum-exps"]
+    parts += ["partial log-sum-exps"] if call.partial_lse else []
+    parts += ["partial outputs"] if call.partial_out else []
+    for stage in dict.fromkeys(score.stage for score in call.scores):
+        requests = {score.request for score in call.scores if score.stage == stage}
+        parts.append(f"{stage} of {len(requests)} {'request' if len(requests) == 1 else 'requests'}")
+    parts += ["times"] if call.times is not None else []
+    return ", ".join(parts)
+
+
+def heaviest(call: CallTrace) -> str:
+    """Say which split has the largest merge weight of all that share a softmax with another."""
+    best, words = 0.0, "nothing was split" if call.partial_lse else "not recorded"
+    for request, lse in enumerate(call.partial_lse):
+        if lse.shape[0] < 2 or not lse.shape[1]:
+            continue
+        # In double: a file may hold any dtype. A head without a visible key has no weights: NaN, taken as none.
+        weights = torch.exp(lse.double() - call.lse[request].double()).nan_to_num(0.0)
+        top = float(weights.max())
+        if top > best:
+            split, head = divmod(int(weights.argmax()), weights.shape[1])
+            start, end = call.ranges[request][split]
+            best, words = top, f"{top:.1%}: request {request}, head {head}, keys {start:,} to {end - 1:,}"
+    return words
+
+
+def spread(counts: list[int]) -> str:
+    """Return `3`, or `1 to 8`."""
+    low, high = min(counts), max(counts)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def size(count: int) -> str:
+    """Return bytes in the unit that leaves the number short."""
+    if count < 1024:
+        return f"{count} bytes"
+    return f"{count / 1024:,.1f} KB" if count < 1024**2 else f"{count / 1024**2:,.1f} MB"
+
+
+def printable(text: str) -> str:
+    """Return text without control characters: a file from elsewhere must not steer the terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _console() -> Console:
+    """Return a console as wide as a terminal; into a file or a pipe no line is broken."""
+    console = Console()
+    return console if console.is_terminal else Console(width=1000)
