@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from attnlab.batch import DecodeBatch as DecodeBatch
     from attnlab.batch import DeviceLens as DeviceLens
     from attnlab.batch import HostLens as HostLens
+    from attnlab.explore.merge import explore_merge as explore_merge
+    from attnlab.explore.splits import explore_splits as explore_splits
     from attnlab.inspect.info import info as info
     from attnlab.inspect.record import Scores as Scores
     from attnlab.inspect.record import record as record
@@ -43,6 +45,8 @@ _HOME = {
     "workbench": "inspect.workbench",
     "Workbench": "inspect.workbench",
     "show": "plots.show",
+    "explore_splits": "explore.splits",
+    "explore_merge": "explore.merge",
     "record": "inspect.record",
     "Scores": "inspect.record",
     "Trace": "trace",
