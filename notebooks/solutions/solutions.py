@@ -1,0 +1,119 @@
+"""Solutions to the exercises. What stands below `# %% 03-2` replaces the notebook's cell of that exercise.
+
+The first part prepares what the notebooks have prepared by then, so that this file also runs by itself.
+"""
+
+import math
+
+import torch
+from einops import einsum, rearrange
+
+import attnlab
+from attnlab.plan.index import KVIndex
+from attnlab.plan.policies.static import Static
+from attnlab.plan.policy import SplitContext
+from attnlab.plan.splits import cut
+
+attention = attnlab.AttentionSpec(heads=8, kv_heads=2, qk_dim=64, v_dim=64, scale=64**-0.5)
+model = attnlab.ModelSpec.uniform(attention, layers=1, context_len=2048, page_size=4, kv_dtype=torch.float32)
+wb = attnlab.workbench(model, lens=[5, 64, 200, 1], policy="seed", engine="eager")
+ctx = SplitContext(heads=32, kv_heads=8, v_dim=128, mla=False, context_len=131072, multiprocessors=132)
+
+# %% 00-1
+# A key and a value, for each of 2 KV heads, of 64 numbers, of 4 bytes.
+answer = 2 * 2 * 64 * 4
+
+# %% 00-2
+# Tiles of 256 keys are longer than the longest request. Static(splits=1) would do as well.
+answer = attnlab.workbench(model, lens=[5, 64, 200, 1], policy="tile", engine="eager")
+
+
+# %% 00-3
+def attend(q, k, v, scale):
+    """Return the output of every query head."""
+    groups = rearrange(q, "(kv_heads group) dim -> kv_heads group dim", kv_heads=k.shape[1])
+    scores = einsum(groups, k, "kv_heads group dim, keys kv_heads dim -> kv_heads group keys") * scale
+    weights = torch.softmax(scores, dim=-1)
+    out = einsum(weights, v, "kv_heads group keys, keys kv_heads dim -> kv_heads group dim")
+    return rearrange(out, "kv_heads group dim -> (kv_heads group) dim")
+
+
+# %% 01-1
+# Page 3 came back and is the lowest free one; page 4 is a's, so page 5 is next.
+answer = [12, 13, 14, 15, 20, 21]
+
+# %% 01-2
+# The sink's page, and 1 + 4 + 13 + 1 pages for the requests.
+answer = 16 * 20
+
+
+# %% 01-3
+def slot_of(pages, page_size, position):
+    """Return the slot of the token at a position."""
+    return pages[position // page_size] * page_size + position % page_size
+
+
+# %% 02-1
+# Request 2 begins at entry 69 and ends before 269.
+answer = (2, 100 - 69)
+
+# %% 02-2
+full = wb.plan().lane(0).layout.index
+slots = torch.cat([full.slots[69:269], full.slots[0:5]])
+answer = KVIndex(indptr=torch.tensor([0, 200, 205], dtype=torch.int32), slots=slots, space=full.space)
+
+
+# %% 02-3
+def gather(table, rows, lens):
+    """Return (indptr, slots) of a batch."""
+    indptr = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
+    owner = torch.repeat_interleave(torch.arange(len(rows)), lens)
+    position = torch.arange(int(indptr[-1])) - indptr[owner]
+    return indptr.int(), table[rows[owner], position].long()
+
+
+# %% 03-1
+# B is three times as loud as A: 3 of 4 parts. How many keys made it so does not matter.
+answer = 3 / 4
+
+
+# %% 03-2
+def merge_any(a, b):
+    """Merge two states, each a (max, sum, acc); a part without keys has max -inf."""
+    top = torch.maximum(a[0], b[0])
+    base = torch.where(top == -math.inf, 0.0, top)  # a finite number to measure from
+    fade_a, fade_b = torch.exp(a[0] - base), torch.exp(b[0] - base)
+    return top, a[1] * fade_a + b[1] * fade_b, a[2] * fade_a + b[2] * fade_b
+
+
+# %% 03-3
+def attend_in_blocks(scores, values, block):
+    """Return softmax(scores) @ values, reading `block` keys at a time."""
+    top, total, acc = torch.tensor(-torch.inf), torch.tensor(0.0), torch.zeros(values.shape[1])
+    for start in range(0, len(scores), block):
+        s, v = scores[start : start + block], values[start : start + block]
+        higher = torch.maximum(top, s.max())
+        fade, p = torch.exp(top - higher), torch.exp(s - higher)
+        top, total, acc = higher, total * fade + p.sum(), acc * fade + p @ v
+    return acc / total
+
+
+# %% 04-1
+# 257 / 8 is a little over 32, rounded up to 64: four ranges of 64 and one of a single key.
+answer = 5
+
+# %% 04-2
+# 2,048 / 128 is 16. The shorter requests have shorter ranges already.
+answer = 16
+print(cut(Static(splits=answer), [2048, 96, 700], ctx).to_host().ranges[0][:3])
+
+
+# %% 04-3
+@attnlab.split_policy("even", needs_host_lens=True, max_ranges=64)
+def even(lens, ctx):
+    """Ranges of at most 96 keys, equal up to one key."""
+    counts = [-(-n // 96) for n in lens]
+    return [[(n * i // c, n * (i + 1) // c) for i in range(c)] for n, c in zip(lens, counts, strict=True)]
+
+
+attnlab.show(cut("even", [5, 64, 200, 1], ctx))

@@ -1,0 +1,224 @@
+"""The notebooks keep their form, run from top to bottom, and their exercises say no to stubs and yes to solutions."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnlab.inspect import exercises
+from attnlab.inspect.exercises import check_exercise
+
+nbformat = pytest.importorskip("nbformat")
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "notebooks"
+LESSONS = sorted(FOLDER.glob("[0-9]*.ipynb"))
+SECONDS = 60
+MAY_IMPORT = {"attnlab", "torch", "triton", "numpy", "einops", "matplotlib", "ipywidgets", "math"}
+HEADINGS = [
+    "Setup",
+    "The smallest case by hand",
+    "The same through attnlab",
+    "One picture",
+    "Turn one knob",
+    "Where in the code",
+    "Exercises",
+]
+
+NO_ANSWERS = {
+    "none": None,
+    "dots": ...,
+    "number": -1,
+    "text": "?",
+    "list": [],
+    "empty function": lambda *args: None,
+    "function that raises": lambda *args: 1 / 0,
+}
+
+each_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+
+
+def read(path: Path) -> Any:
+    return nbformat.read(path, 4)
+
+
+def code_cells(path: Path) -> list[Any]:
+    return [cell for cell in read(path).cells if cell.cell_type == "code"]
+
+
+def text_of(path: Path) -> str:
+    return "\n".join(cell.source for cell in read(path).cells)
+
+
+def numbers(path: Path) -> list[str]:
+    """The exercises of a lesson, by the ids of their cells."""
+    return [cell["id"].removeprefix("check-") for cell in code_cells(path) if cell["id"].startswith("check-")]
+
+
+def solutions() -> dict[str, str]:
+    text = (FOLDER / "solutions" / "solutions.py").read_text(encoding="utf-8")
+    parts = re.split(r"^# %% (\S+)\n", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def preamble() -> str:
+    text = (FOLDER / "solutions" / "solutions.py").read_text(encoding="utf-8")
+    return "".join(line for line in text.splitlines(keepends=True) if line.startswith(("import ", "from ")))
+
+
+# Form
+
+
+def test_there_are_lessons() -> None:
+    assert len(LESSONS) >= 5
+
+
+@each_lesson
+def test_the_title_is_a_question_with_what_to_read_before_and_the_time(path: Path) -> None:
+    first = read(path).cells[0]
+    assert first.cell_type == "markdown"
+    assert re.match(r"# .+\?\n", first.source)
+    assert "*Read before:*" in first.source
+    assert "*Run time:*" in first.source
+
+
+@each_lesson
+def test_the_sections_come_in_the_fixed_order(path: Path) -> None:
+    found = re.findall(r"^## (.+)$", text_of(path), re.MULTILINE)
+    places = [next(i for i, words in enumerate(found) if words.startswith(heading)) for heading in HEADINGS]
+    assert places == sorted(places)
+    assert found[-1] == "Exercises"
+
+
+@each_lesson
+def test_cells_are_few_and_short(path: Path) -> None:
+    assert len(read(path).cells) <= 30
+    too_long = [cell["id"] for cell in code_cells(path) if len(cell.source.splitlines()) > 12]
+    assert too_long == []
+
+
+@each_lesson
+def test_every_code_cell_but_for_exercises_has_words_before_it(path: Path) -> None:
+    cells = read(path).cells
+    pairs = [(a.cell_type, b) for a, b in zip(cells, cells[1:], strict=False) if b.cell_type == "code"]
+    bare = [b["id"] for before, b in pairs if before == "code" and not b["id"].startswith("check-")]
+    assert len(bare) <= 1
+
+
+@each_lesson
+def test_outputs_are_stripped_and_the_file_is_small(path: Path) -> None:
+    assert path.stat().st_size < 60_000
+    for cell in code_cells(path):
+        assert cell.outputs == []
+        assert cell.execution_count is None
+    assert not any(cell.get("attachments") for cell in read(path).cells)
+    assert "base64" not in path.read_text(encoding="utf-8")
+
+
+@each_lesson
+def test_nothing_is_installed_and_no_path_is_of_one_machine(path: Path) -> None:
+    text = text_of(path)
+    assert not re.search(r"\bpip\b|\bsys\.path\b|^[%!]", text, re.MULTILINE)
+    assert not re.search(r"(?<![\w/:])/(home|root|tmp|usr|opt|work|Users)/", text)
+
+
+@each_lesson
+def test_imports_are_public(path: Path) -> None:
+    modules = []
+    for cell in code_cells(path):
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, ast.Import):
+                modules += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules += [f"{node.module}.{alias.name}" for alias in node.names]
+    private = [name for name in modules if any(word.startswith("_") for word in name.split("."))]
+    assert private == []
+    assert {name.split(".")[0] for name in modules} <= MAY_IMPORT
+
+
+@each_lesson
+def test_files_that_the_text_names_exist(path: Path) -> None:
+    named = re.findall(r"`(?:attnlab/)?((?:\w+/)*\w+\.py)`", text_of(path))
+    assert named
+    assert [name for name in named if not (ROOT / "attnlab" / name).is_file()] == []
+
+
+@each_lesson
+def test_functions_that_the_text_names_exist(path: Path) -> None:
+    """`attnlab/plan/splits.py`, `cut`: the file defines it."""
+    for file, name in re.findall(r"`(attnlab/[\w/]+\.py)`, `([\w.]+)`", text_of(path)):
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        assert set(name.split(".")) <= defined, f"{file} has no {name}"
+
+
+# Exercises
+
+
+@each_lesson
+def test_there_are_three_exercises_with_a_check_and_a_solution(path: Path) -> None:
+    lesson = path.stem[:2]
+    assert numbers(path) == [f"{lesson}-1", f"{lesson}-2", f"{lesson}-3"]
+    ids = [cell["id"] for cell in code_cells(path)]
+    for number in numbers(path):
+        assert ids.index(f"check-{number}") == ids.index(f"answer-{number}") + 1
+        assert number in solutions()
+
+
+def test_every_check_belongs_to_a_lesson() -> None:
+    assert sorted(exercises._CHECKS) == sorted(number for path in LESSONS for number in numbers(path))
+
+
+@pytest.mark.parametrize("number", list(exercises._CHECKS))
+@pytest.mark.parametrize("answer", NO_ANSWERS.values(), ids=NO_ANSWERS)
+def test_no_answer_breaks_a_check(number: str, answer: object) -> None:
+    verdict = check_exercise(number, answer)
+    assert not verdict.right
+    assert repr(verdict).startswith(f"{number}: not yet. ")
+
+
+def test_an_unknown_exercise_is_named() -> None:
+    with pytest.raises(ValueError, match="exercise: expected one of 00-1, .*, got '99-9'"):
+        check_exercise("99-9", 1)
+
+
+# Execution
+
+
+def execute(path: Path, folder: Path, answers: dict[str, str]) -> dict[str, str]:
+    """Run a notebook in a kernel of its own; return what every check says."""
+    nbclient = pytest.importorskip("nbclient")
+    notebook = read(path)
+    for cell in notebook.cells:
+        number = cell["id"].removeprefix("answer-")
+        if cell["id"].startswith("answer-") and number in answers:
+            cell.source = preamble() + answers[number]
+    client = nbclient.NotebookClient(
+        notebook, timeout=SECONDS, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    client.execute(env={**os.environ, "PYTHONPATH": paths})
+    outputs = [(cell["id"], output) for cell in notebook.cells for output in cell.get("outputs", [])]
+    # A picture that cannot be drawn is an error among the outputs, and no failed cell.
+    assert [(name, output.evalue) for name, output in outputs if output.output_type == "error"] == []
+    said = {name: output.data["text/plain"] for name, output in outputs if output.output_type == "execute_result"}
+    return {number: said[f"check-{number}"] for number in numbers(path)}
+
+
+@pytest.mark.slow
+@each_lesson
+def test_it_runs_and_its_checks_say_no_to_the_stubs(path: Path, tmp_path: Path) -> None:
+    for number, verdict in execute(path, tmp_path, {}).items():
+        assert verdict.startswith(f"{number}: not yet. ")
+
+
+@pytest.mark.slow
+@each_lesson
+def test_its_checks_say_yes_to_the_solutions(path: Path, tmp_path: Path) -> None:
+    for number, verdict in execute(path, tmp_path, solutions()).items():
+        assert verdict == f"{number}: yes, that is right."
