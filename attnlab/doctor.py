@@ -222,7 +222,9 @@ def _data() -> Iterator[Finding]:
             yield Finding(name=name, state="ok", found=read())
         except Exception as error:  # a damaged file may fail in many ways; each one is named
             found = _words(error).removesuffix("; reinstall attnlab")
-            yield Finding(name=name, state="trouble", found=found, todo=REINSTALL)
+            denied = error.filename if isinstance(error, PermissionError) else None
+            todo = REINSTALL if denied is None else f"make it readable for you: chmod a+r {denied}"
+            yield Finding(name=name, state="trouble", found=found, todo=todo)
 
 
 def _notebooks() -> Iterator[Finding]:

@@ -1,0 +1,465 @@
+"""The doctor in sound and in broken environments, JupyterLab on the notebooks, and summaries of saved traces."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import attnlab
+from attnlab import assets, doctor, lab
+from attnlab.cli import main
+from attnlab.trace import CallTrace, Trace
+
+ROOT = Path(__file__).parent.parent
+SETTINGS = ("ATTNLAB_INTERPRET", "TRITON_INTERPRET")
+SITES = [Path(place) for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
+
+
+# --- Environments -----------------------------------------------------------------------------------------------
+
+
+def site_without(folder: Path, *packages: str) -> Path:
+    """Return a folder that holds, as links, everything that is installed here but these packages."""
+    folder.mkdir()
+    for entry in (entry for site in reversed(SITES) if site.is_dir() for entry in site.iterdir()):
+        absent = any(entry.name == package or entry.name.startswith(f"{package}-") for package in packages)
+        if not absent and not (folder / entry.name).exists():
+            (folder / entry.name).symlink_to(entry)
+    return folder
+
+
+def attnlab_in(*path: Path, command: str = "doctor", flags: tuple[str, ...] = (), **environ: str) -> tuple[int, str]:
+    """Type `attnlab doctor` where Python finds packages in these folders; return the status and what was printed."""
+    env = {name: value for name, value in os.environ.items() if name not in SETTINGS}
+    done = subprocess.run(
+        [sys.executable, *flags, "-m", "attnlab", *command.split()],
+        env={**env, "PYTHONPATH": os.pathsep.join(map(str, path)), **environ},
+        cwd=path[0],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def finding(printed: str, name: str) -> tuple[str, str]:
+    """Return the state that a finding was printed with, and its words with what to do."""
+    found = re.search(rf"^(ok|note|trouble) +{re.escape(name)}  +(.*(?:\n +->.*)?)", printed, re.MULTILINE)
+    assert found is not None, f"nothing is said of {name}:\n{printed}"
+    return found[1], " ".join(found[2].split())
+
+
+def troubles(printed: str) -> list[str]:
+    """Return the names in the last line."""
+    *_, last = printed.strip().splitlines()
+    counted = re.fullmatch(r"Trouble with (\d+): (.*)\.", last)
+    assert counted is not None, printed
+    names = counted[2].split(", ")
+    assert int(counted[1]) == len(re.findall("^trouble", printed, re.MULTILINE))
+    return names
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A folder that holds the package as a link, and data and notebooks of its own."""
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    (folder / "attnlab").symlink_to(ROOT / "attnlab")
+    shutil.copytree(ROOT / "data", folder / "data")
+    (folder / "notebooks").mkdir()
+    (folder / "notebooks" / "00_map.ipynb").write_text("{}")
+    return folder
+
+
+# --- The doctor -------------------------------------------------------------------------------------------------
+
+
+def test_a_sound_environment_has_no_trouble() -> None:
+    status, printed = attnlab_in(ROOT)
+    assert status == 0, printed
+    assert printed.endswith("Nothing keeps attnlab from working here.\n")
+    for name in ("Python", *doctor.PACKAGES, "engines", "decode, eager", "decode, triton", *assets_names()):
+        assert finding(printed, name)[0] == "ok"
+    assert "agrees with the oracle: largest error" in finding(printed, "decode, triton")[1]
+    if not torch.cuda.is_available():
+        assert finding(printed, "GPU") == ("note", finding(printed, "GPU")[1])
+        assert "one would add compiled kernels" in finding(printed, "GPU")[1]
+
+
+def assets_names() -> list[str]:
+    return ["models.json", "traffic.json", "sample long", "sample short"]
+
+
+def test_no_triton(tmp_path: Path) -> None:
+    status, printed = attnlab_in(ROOT, site_without(tmp_path / "site", "triton"), flags=("-S",))
+    assert status == 1
+    assert troubles(printed) == ["triton", "engines"]
+    install = "-> python -m pip install 'triton>=3.6'"
+    assert finding(printed, "triton") == ("trouble", f"missing (for the kernels) {install}")
+    state, words = finding(printed, "engines")
+    assert state == "trouble" and words.startswith("eager only: Triton cannot be imported here")
+    assert f'{install}, or use engine="eager"' in words
+    assert finding(printed, "decode, eager")[0] == "ok" and "decode, triton" not in printed
+
+
+@pytest.mark.parametrize(("triton_has", "attnlab_wants"), [("0", "1"), ("1", "0")])
+def test_triton_imported_early_with_the_other_setting(tmp_path: Path, triton_has: str, attnlab_wants: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import triton.language")
+    wanted = {"TRITON_INTERPRET": triton_has, "ATTNLAB_INTERPRET": attnlab_wants}
+    status, printed = attnlab_in(tmp_path, ROOT, **wanted)
+    assert status == 1 and "engines" in troubles(printed)
+    state, words = finding(printed, "engines")
+    assert state == "trouble" and "eager only: triton was imported before attnlab" in words
+    assert f"-> import attnlab first, or set TRITON_INTERPRET={attnlab_wants} from the start" in words
+    assert f"ATTNLAB_INTERPRET={attnlab_wants}, TRITON_INTERPRET={triton_has}" in finding(printed, "settings")[1]
+
+
+def test_no_jupyterlab(tmp_path: Path) -> None:
+    site = site_without(tmp_path / "site", "jupyterlab")
+    status, printed = attnlab_in(ROOT, site, flags=("-S",))
+    assert status == 1 and troubles(printed) == ["jupyterlab"]
+    words = "missing (for attnlab lab) -> python -m pip install 'jupyterlab>=4.4'"
+    assert finding(printed, "jupyterlab") == ("trouble", words)
+    status, printed = attnlab_in(ROOT, site, command="lab", flags=("-S",))
+    assert status == 2
+    assert printed.startswith("attnlab lab: JupyterLab is missing here; install it with: python -m pip install jupyter")
+    assert printed.count("\n") == 1
+
+
+def test_no_matplotlib(tmp_path: Path) -> None:
+    site = site_without(tmp_path / "site", "matplotlib")
+    status, printed = attnlab_in(ROOT, site, flags=("-S",))
+    assert status == 1 and troubles(printed) == ["matplotlib"]
+    assert "python -m pip install 'matplotlib>=3.10'" in finding(printed, "matplotlib")[1]
+    assert attnlab_in(ROOT, site, command="info", flags=("-S",))[0] == 0
+    status, printed = attnlab_in(ROOT, site, command="gallery --out x", flags=("-S",))
+    assert status == 2
+    assert printed == "attnlab gallery: No module named 'matplotlib'; `attnlab doctor` says what is missing here\n"
+
+
+def test_a_matplotlib_that_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise OSError('libpng is not what it was')")
+    status, printed = attnlab_in(tmp_path, ROOT)
+    assert status == 1 and troubles(printed) == ["fonts"]
+    assert "libpng is not what it was" in finding(printed, "fonts")[1]
+
+
+def test_a_library_of_the_core_is_missing(tmp_path: Path) -> None:
+    status, printed = attnlab_in(ROOT, site_without(tmp_path / "site", "safetensors"), flags=("-S",))
+    assert status == 1 and "safetensors" in troubles(printed)
+    assert "No module named 'safetensors'" in finding(printed, "data")[1]
+    assert "-> install what is missing above" in finding(printed, "data")[1]
+    assert finding(printed, "engines")[0] == "ok"
+
+
+def test_damaged_data_files(package: Path) -> None:
+    files = {
+        "models.json": package / "data" / "models.json",
+        "traffic.json": package / "data" / "traffic.json",
+        "sample long": package / "data" / "smollm2_135m" / "long_layer18.safetensors",
+        "sample short": package / "data" / "smollm2_135m" / "short.safetensors",
+    }
+    for path in files.values():
+        path.write_bytes(path.read_bytes()[:1000])
+    status, printed = attnlab_in(package)
+    assert status == 1 and troubles(printed) == list(files)
+    for name, path in files.items():
+        state, words = finding(printed, name)
+        assert state == "trouble" and f"data file {path} is damaged" in words and "-> reinstall attnlab" in words
+    assert finding(printed, "decode, eager")[0] == "ok"
+
+
+def test_data_files_that_are_missing_or_folders(package: Path) -> None:
+    (package / "data" / "models.json").unlink()
+    (package / "data" / "smollm2_135m" / "short.safetensors").unlink()
+    (package / "data" / "smollm2_135m" / "short.safetensors").mkdir()
+    status, printed = attnlab_in(package)
+    assert status == 1 and troubles(printed) == ["models.json", "sample short"]
+    assert "data file 'models.json' is neither at" in finding(printed, "models.json")[1]
+
+
+def test_a_data_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read everything, so the refusal is played."""
+
+    def refuse(path: Path, **how: str) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    found = {f.name: f for f in doctor._data()}["models.json"]
+    path = assets.data_path("models.json")
+    assert found.state == "trouble" and "Permission denied" in found.found and str(path) in found.found
+    assert found.todo == f"make it readable for you: chmod a+r {path}"
+
+
+def test_the_notebooks_are_missing(package: Path) -> None:
+    assert finding(attnlab_in(package)[1], "notebooks") == ("ok", f"1 in {package / 'notebooks'}")
+    shutil.rmtree(package / "notebooks")
+    status, printed = attnlab_in(package)
+    assert status == 1 and troubles(printed) == ["notebooks"]
+    assert "-> reinstall attnlab" in finding(printed, "notebooks")[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to compile for")
+def test_compiled_kernels_without_a_gpu() -> None:
+    status, printed = attnlab_in(ROOT, ATTNLAB_INTERPRET="0")
+    assert status == 1 and troubles(printed) == ["settings"]
+    assert "-> unset ATTNLAB_INTERPRET to let the device choose" in finding(printed, "settings")[1]
+
+
+def test_a_setting_that_means_nothing_is_named_when_attnlab_is_imported() -> None:
+    status, printed = attnlab_in(ROOT, ATTNLAB_INTERPRET="maybe")
+    assert status == 1
+    assert "ATTNLAB_INTERPRET: expected 1 (interpret kernels) or 0" in printed.splitlines()[-1]
+
+
+def test_every_trouble_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Iterator[doctor.Finding]:
+        raise KeyError("what nobody thought of")
+
+    monkeypatch.setattr(doctor, "CHECKS", dict.fromkeys(doctor.CHECKS, broken))
+    report = doctor.examine()
+    assert [trouble.name for trouble in report.troubles] == list(doctor.CHECKS)
+    assert all(trouble.found and trouble.todo for trouble in report.troubles)
+
+
+def test_an_old_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "1.26.4")
+    found = doctor._package("numpy", "2.0", "arrays")
+    assert found.state == "trouble" and found.found == "1.26.4 is too old: 2.0 or newer is needed (for arrays)"
+    assert doctor._package("numpy", "1.26", "arrays").state == "ok"
+
+
+def test_a_decode_that_is_wrong_is_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnlab.doctor_probes.decode_error", lambda engine, device: float("nan"))
+    (found,) = doctor._eager_decode()
+    assert found.state == "trouble" and 'use engine="triton" here' in found.todo
+
+
+def test_the_doctor_knows_the_packages_that_the_project_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(project["dependencies"]), re.MULTILINE))
+    assert {name: oldest for name, (oldest, _) in doctor.PACKAGES.items()} == named
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0 and capsys.readouterr().out == f"attnlab {attnlab.__version__}\n"
+
+
+def test_an_unknown_trace_of_the_tour_is_answered_with_the_known_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tour", "--out", str(tmp_path), "--trace", "none"]) == 2
+    assert "trace: expected one of azure_llm_2023_conv, " in capsys.readouterr().err
+
+
+# --- The lab ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Notebooks inside an installed package, and an empty working folder."""
+    inside = tmp_path / "site" / "attnlab" / "notebooks"
+    (inside / "gallery").mkdir(parents=True)
+    (inside / ".ipynb_checkpoints").mkdir()
+    (inside / "00_map.ipynb").write_text("shipped")
+    (inside / "gallery" / "a.svg").write_text("<svg/>")
+    (inside / ".ipynb_checkpoints" / "00_map.ipynb").write_text("left over")
+    monkeypatch.setattr(assets, "_PACKAGE", inside.parent)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return inside
+
+
+def tree(folder: Path) -> dict[str, str]:
+    return {p.relative_to(folder).as_posix(): p.read_text() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_checkout_is_opened_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert lab.prepare(None) == ROOT / "notebooks"
+    assert not list(tmp_path.iterdir())
+
+
+def test_notebooks_are_copied_out_of_a_wheel(wheel: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = lab.prepare(None)
+    assert folder == Path("attnlab-notebooks")
+    assert tree(folder) == {"00_map.ipynb": "shipped", "gallery/a.svg": "<svg/>"}
+    assert capsys.readouterr().out == "Copied 2 files of the notebooks into attnlab-notebooks.\n"
+
+
+def test_what_is_there_is_never_overwritten(wheel: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = lab.prepare(Path("mine"))
+    (folder / "00_map.ipynb").write_text("my answers")
+    (folder / "gallery" / "a.svg").unlink()
+    (folder / "gallery" / "a.svg").symlink_to("nowhere")
+    (wheel / "01_new.ipynb").write_text("new")
+    copied = lab.copy_notebooks(wheel, folder)
+    assert (folder / "00_map.ipynb").read_text() == "my answers" and not Path("nowhere").exists()
+    assert [p.name for p in copied.written] == ["01_new.ipynb"] and len(copied.kept) == 2
+    assert str(copied) == "Copied 1 files of the notebooks into mine; left 2 that were there as they are."
+
+
+def test_a_folder_is_asked_for_in_a_checkout(tmp_path: Path) -> None:
+    assert lab.prepare(tmp_path / "x") == tmp_path / "x"
+    assert len(tree(tmp_path / "x")) == len([p for p in (ROOT / "notebooks").rglob("*.*") if p.is_file()])
+
+
+def test_the_command_line_leaves_address_and_token_to_jupyter(tmp_path: Path) -> None:
+    root = f"--ServerApp.root_dir={tmp_path}"
+    assert lab.arguments(tmp_path, port=None, browser=True) == [root]
+    assert lab.arguments(tmp_path, port=9999, browser=False) == [root, "--port=9999", "--no-browser"]
+    assert lab.arguments(tmp_path, port=None, browser=True, extra=["--debug"]) == [root, "--debug"]
+
+
+def test_the_lab_is_given_what_was_typed(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed: list[list[str]] = []
+    monkeypatch.setattr("jupyterlab.labapp.main", typed.append)
+    assert main(["lab", "--folder", "here", "--port", "8899", "--no-browser", "--", "--debug"]) == 0
+    assert typed == [[f"--ServerApp.root_dir={Path('here').resolve()}", "--port=8899", "--no-browser", "--debug"]]
+
+
+@pytest.mark.parametrize("port", ["0", "-1", "65536"])
+def test_a_port_that_is_none(wheel: Path, port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", f"--port={port}"]) == 2
+    assert f"--port: expected 1 to 65535, got {port}" in capsys.readouterr().err
+
+
+def test_a_folder_in_whose_place_a_file_lies(wheel: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("taken").write_text("")
+    assert main(["lab", "--folder", "taken"]) == 2
+    assert "taken" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_server_starts_asks_for_its_token_and_stops(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    homes = ("HOME", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
+    env = {**os.environ, **{home: str(tmp_path / home) for home in homes}, "PYTHONPATH": str(ROOT)}
+    typed = ["lab", "--folder", str(tmp_path / "books"), "--port", str(port), "--no-browser", "--"]
+    extra = ["--IdentityProvider.token=secret", "--ServerApp.port_retries=0"]
+    extra += ["--allow-root"] if os.geteuid() == 0 else []
+    with (tmp_path / "log").open("w") as log, subprocess.Popen(
+        [sys.executable, "-m", "attnlab", *typed, *extra], env=env, cwd=tmp_path, stdout=log, stderr=log
+    ) as server:  # fmt: skip
+        try:
+            answer = _ask(port, "/api/status", server)
+            assert {"started", "kernels"} <= json.loads(answer).keys()
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/api/status", timeout=10)
+            names = {row["name"] for row in json.loads(_ask(port, "/api/contents", server))["content"]}
+            assert names == {p.name for p in (ROOT / "notebooks").iterdir() if not p.name.startswith(".")}
+            _ask(port, "/api/shutdown", server, data=b"")
+            assert server.wait(timeout=30) == 0
+        finally:
+            server.kill()
+    assert f"http://localhost:{port}/lab" in (tmp_path / "log").read_text()
+
+
+def _ask(port: int, what: str, server: subprocess.Popen[bytes], data: bytes | None = None) -> bytes:
+    """Return the server's answer; until it is up, wait."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{what}", data, {"Authorization": "token secret"})
+    for _ in range(300):
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return bytes(answer.read())
+        except urllib.error.HTTPError:
+            raise
+        except OSError:  # not listening yet
+            assert server.poll() is None, "the server ended by itself"
+            time.sleep(0.2)
+    raise TimeoutError(what)
+
+
+# --- Traces -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    bench = attnlab.workbench("SmolLM2-135M", lens=[300, 40], policy="static", engine="eager")
+    with attnlab.record(bench.backend, scores=True, budget_bytes=20_000) as trace:
+        for layer in (0, 18):
+            bench.decode(layer)
+    path = tmp_path_factory.mktemp("trace") / "a.safetensors"
+    trace.save(path)
+    return path
+
+
+def test_a_trace_is_summarised(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(saved)]) == 0
+    printed = capsys.readouterr().out
+    trace = Trace.load(saved)
+    assert f"{saved}: 2 recorded decode calls" in printed
+    assert trace.left_out and all(words in printed for words in trace.left_out)
+    (row,) = re.findall(r"│ +1 │ +18 │ static.*", printed)
+    cells = [cell.strip() for cell in row.split("│")[1:-1]]
+    splits = [len(mine) for mine in trace.call(18).ranges]
+    assert cells[3:6] == ["2", "340", f"{sum(splits)} ({min(splits)} to {max(splits)} each)"]
+    weights = trace.call(18).weights
+    top = max(float(w.max()) for w in weights)
+    assert cells[8].startswith(f"{top:.1%}: request ")
+    assert "weights of 2 requests" in " ".join(printed.split())
+
+
+def test_a_trace_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Trace().save(tmp_path / "t")
+    assert main(["trace", str(tmp_path / "t")]) == 0
+    assert capsys.readouterr().out.endswith("t: 0 recorded decode calls, 0 bytes\n")
+
+
+def _call(policy: str, **parts: object) -> CallTrace:
+    plain = {"layer": 1, "heads": 2, "kv_heads": 1, "scale": 1.0, "page_size": 1, "nominal": (2, 0), **parts}
+    lse = torch.tensor([[0.0, 0.0], [float("-inf"), float("-inf")]])
+    return CallTrace(policy=policy, ranges=(((0, 32), (32, 40)), ()), lse=lse, **plain)
+
+
+def test_calls_without_partials_empty_requests_and_odd_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    partial_lse = (torch.log(torch.tensor([[0.25, 0.5], [0.75, 0.5]])), torch.zeros(0, 2))
+    calls = [_call("[red]\x1b[31mx"), _call("plain", partial_lse=partial_lse, times=torch.zeros(1, 3).long())]
+    Trace(calls=calls).save(tmp_path / "t")
+    assert main(["trace", str(tmp_path / "t")]) == 0
+    printed = capsys.readouterr().out
+    assert "[red]?[31mx" in printed and "\x1b" not in printed
+    assert "not recorded" in printed and "75.0%: request 0, head 0, keys 32 to 39" in printed
+    assert "2 (0 to 2 each)" in printed and "log-sum-exps, partial log-sum-exps, times" in printed
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "truncated", "text", "foreign", "damaged"])
+def test_what_is_no_trace_is_an_error_in_one_line(
+    kind: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "t"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "truncated":
+        path.write_bytes(saved.read_bytes()[:-100])
+    elif kind == "text":
+        path.write_text("Dear diary,\n")
+    elif kind == "foreign":
+        save_file({"x": torch.zeros(1)}, path)
+    elif kind == "damaged":
+        save_file({"x": torch.zeros(1)}, path, metadata={"attnlab_trace": '{"format": 1}'})
+    assert main(["trace", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("attnlab trace: trace: ") and str(path) in printed.err
+    assert printed.err.count("\n") == 1 and not printed.out
