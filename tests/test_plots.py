@@ -3,6 +3,7 @@
 import re
 import time
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
@@ -12,6 +13,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -32,13 +36,14 @@ from attnlab.plots.key_axis import KeyAxis
 from attnlab.plots.lse_merge import lse_merge
 from attnlab.plots.merge_view import MergeView
 from attnlab.plots.picture import Picture
-from attnlab.plots.schedule_panel import Panel
+from attnlab.plots.schedule_panel import Panel, box_pitch
 from attnlab.plots.schedule_view import ScheduleView, schedule_views
 from attnlab.plots.show import show
 from attnlab.plots.split_schedule import split_schedule
 
 SKEWED = (1020, 3267, 188, 2394, 126_195, 396, 13_203, 1130, 964, 4089, 22_648, 6909)
 MANY = tuple(1 + (7919 * i * i) % 9000 for i in range(64))
+EVEN = tuple(30 * i for i in range(64))
 
 
 def lane(policy: SplitPolicy, lens: tuple[int, ...], *, kv_heads: int = 8) -> Lane:
@@ -91,12 +96,15 @@ PICTURES = {
     "one key": lambda: show(lane(Seed(), (1,))),
     "one request": lambda: show(lane(Seed(), (2048,))),
     "a million": lambda: show(lane(Seed(max_splits=64), (1_000_000, 12, 300)), lane(Tile(), (1_000_000, 12, 300))),
+    "equal ranges": lambda: show(lane(Static(splits=20), (640, 20))),
+    "ties": lambda: show(lane(Tile(), EVEN), lane(Static(splits=2), EVEN)),
     "24 requests": lambda: show(lane(Seed(), MANY[:24])),
     "25 requests": lambda: show(lane(Tile(), MANY[:25])),
     "4,096 requests": lambda: show(lane(Seed(), MANY * 64)),
     "odd name": lambda: show(ODD_NAME, ODD_NAME),
     "device": lambda: show(*schedule_views(lane(Seed(), SKEWED), name="seed, cap 8", multiprocessors=132)),
     "merge of 1": lambda: show(merge([1.5])),
+    "merge of one key": lambda: show(merge([1.5], size=1)),
     "merge of 2": lambda: show(merge([-12.25, 0.5])),
     "merge of 8": lambda: show(merge(bumpy(8)), merge([1.0] * 8)),
     "merge of 12": lambda: show(merge(bumpy(12)), merge([-20.0] + [3.0] * 11)),
@@ -153,6 +161,7 @@ def test_the_title_of_two_schedules_compares_their_longest_ranges():
         ([lane(Seed(), ())], "There is no request in the batch, so there is nothing to read"),
         ([lane(Seed(), (0, 0))], "No request in the batch has a key, so there is nothing to read"),
         ([lane(Static(splits=1), (7,))], "Under static one range holds all 7 keys: nothing is cut"),
+        ([lane(Static(splits=1), (1,))], "Under static one range holds the only key: nothing is cut"),
         ([lane(Seed(), (2048,))], "Under seed each of 8 ranges holds 256 keys"),
         (
             [lane(Tile(), (2048, 255))],
@@ -172,15 +181,26 @@ def test_titles_of_particular_batches(views, title):
     assert show(*views).title == title
 
 
-@given(st.lists(st.lists(st.integers(1, 300), max_size=6), max_size=5))
-def test_the_title_never_understates_the_longest_range(sizes):
-    ranges = tuple(
+def ranges_of(sizes: list[list[int]]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return ranges of so many keys, for each request."""
+    return tuple(
         tuple(zip(ends[:-1], ends[1:], strict=True)) for ends in (np.cumsum([0, *mine]).tolist() for mine in sizes)
     )
-    view = ScheduleView(name="mine", ranges=ranges, nominal=tuple(map(len, ranges)))
+
+
+def view_of(sizes: list[list[int]]) -> ScheduleView:
+    """Return a schedule of such ranges."""
+    return ScheduleView(name="mine", ranges=ranges_of(sizes), nominal=tuple(map(len, sizes)))
+
+
+@given(st.lists(st.lists(st.integers(1, 300), max_size=6), max_size=5))
+def test_the_title_never_understates_the_longest_range(sizes):
+    view = view_of(sizes)
     everything = [size for mine in sizes for size in mine]
     title = split_schedule(view).title
-    if everything:
+    if everything == [1]:
+        assert "the only key" in title
+    elif everything:
         assert plural_keys(max(everything)) in title or plural_keys(sum(everything)) in title
         assert ("the longest of" in title) == (len(set(everything)) > 1)
     else:
@@ -204,6 +224,12 @@ def test_the_title_of_a_merge_is_true(last):
     assert off == pytest.approx(100 * distance[int(until) - 2], abs=0.5)
     assert (distance[int(until) - 1 :] <= 0.10).all()
     assert ("yet" in title) == (until != split)
+
+
+def test_one_key_is_not_many():
+    picture = show(merge([1.5], size=1))
+    assert picture.title == "One split holds the only key, so there is nothing to merge"
+    assert ">split (1 key)<" in picture.to_svg()
 
 
 def test_a_merge_without_a_heavy_split_does_not_claim_one():
@@ -275,14 +301,23 @@ def test_a_page_holds_both_themes_and_needs_no_network():
     assert not re.search(r"https?:|//|@import|<script|<link|url\((?!#)|src=", outside)
 
 
-def test_files_hold_what_the_methods_return(tmp_path):
-    picture = PICTURES["merge of 2"]()
-    svg, html = picture.to_svg(tmp_path / "a.svg"), picture.to_html(str(tmp_path / "a.html"))
-    png = picture.to_png(tmp_path / "a.png", dpi=50)
-    assert (tmp_path / "a.svg").read_text(encoding="utf-8") == svg
-    assert (tmp_path / "a.html").read_text(encoding="utf-8") == html
-    assert (tmp_path / "a.png").read_bytes() == png
-    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+def test_files_hold_what_the_methods_return_without_a_path(tmp_path):
+    picture, (svg, html, png) = PICTURES["merge of 2"](), (tmp_path / name for name in ("a.svg", "a.HTM", "a"))
+    assert (picture.to_svg(svg), picture.to_html(str(html)), picture.to_png(png, dpi=50)) == (svg, html, png)
+    assert svg.read_bytes().decode() == picture.to_svg()
+    assert html.read_bytes().decode() == picture.to_html()
+    assert png.read_bytes() == picture.to_png(dpi=50)
+    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("kind", ["svg", "png", "html"])
+def test_a_path_that_cannot_be_meant_is_refused(kind, tmp_path):
+    write = getattr(PICTURES["merge of 2"](), f"to_{kind}")
+    with pytest.raises(ValueError, match=f"^to_{kind}: writes {kind.upper()}, but 'x.jpg' ends in '.jpg'"):
+        write(tmp_path / "x.jpg")
+    with pytest.raises(FileNotFoundError, match=rf"^to_{kind}: there is no folder '{tmp_path}/a/b'"):
+        write(f"{tmp_path}/a/b/x.{kind}")
+    assert not list(tmp_path.iterdir())
 
 
 def test_notebooks_get_the_theme_that_was_asked_for():
@@ -325,8 +360,12 @@ def written(figure: Figure) -> list[Text]:
     for ax in figure.axes:
         texts += ax.texts
         if ax.axison:
-            texts += [ax.title, ax.xaxis.label, ax.yaxis.label, *ax.get_xticklabels(), *ax.get_yticklabels()]
+            texts += [ax.title, *(text for axis in shown(ax) for text in (axis.label, *axis.get_ticklabels()))]
     return [text for text in texts if text.get_visible() and text.get_text().strip()]
+
+
+def shown(ax: Axes) -> list[Axis]:
+    return [axis for axis in (ax.xaxis, ax.yaxis) if axis.get_visible()]
 
 
 def faults(figure: Figure) -> list[str]:
@@ -410,6 +449,37 @@ def test_text_stands_out_from_the_paper_and_from_fills(theme):
             assert style.contrast(style.ink_of(color, theme, need), theme.paper) >= need
 
 
+@both_themes
+def test_marks_stand_out_from_the_paper(theme):
+    """The light paper has four paler fills, which carry labels; neither their second shades nor lines are so pale."""
+    pale = {3, 5, 7, 9} if theme is style.LIGHT else set()
+    fills = {r: style.contrast(theme.request(r), theme.paper) for r in range(12)}
+    assert min(contrast for r, contrast in fills.items() if r not in pale) >= 3
+    assert min(fills.values()) >= 2
+    assert min(style.contrast(theme.shade(r), theme.paper) for r in range(12)) >= 3
+    assert style.contrast(theme.faint, theme.paper) >= 3
+
+
+@both_themes
+@pytest.mark.parametrize("vision", VISION)
+def test_a_requests_two_shades_differ(theme, vision):
+    pairs = [(oklab(theme.request(r), vision), oklab(theme.shade(r), vision)) for r in range(12)]
+    assert min(np.linalg.norm(a - b) for a, b in pairs) >= 0.075
+
+
+@both_themes
+@pytest.mark.parametrize("name", ["compared", "ties", "merge of 12", "merge of 64"])
+def test_whatever_carries_a_number_has_one_of_the_tested_colours(name, theme):
+    mine = range(12)
+    seen = {color.lower() for r in mine for color in (theme.request(r), theme.shade(r))}
+    seen |= {theme.paper.lower(), style.ink_of(theme.request(0), theme).lower()}
+    around = {theme.idle.lower(), theme.panel.lower()}  # the frame of the one, the dashed edge of the other are faint
+    patches = [patch for ax in PICTURES[name]().figure(theme.name).axes for patch in ax.patches]
+    assert {to_hex(patch.get_facecolor()) for patch in patches if patch.get_facecolor()[3]} <= seen | around
+    lines = {to_hex(patch.get_edgecolor()) for patch in patches if patch.get_linewidth() and patch.get_edgecolor()[3]}
+    assert lines <= seen | {theme.faint.lower()}
+
+
 def test_a_thirteenth_request_differs_by_its_hatch():
     looks = {(style.LIGHT.request(r), style.LIGHT.hatch(r)) for r in range(48)}
     assert len(looks) == 48
@@ -434,7 +504,45 @@ def test_of_many_requests_the_longest_keep_a_row_in_batch_order():
     assert list(panel.rows) == sorted(panel.rows) and len(panel.rows) == 8
     assert min(MANY[r] for r in panel.rows) >= max(MANY[r] for r in panel.folded)
     assert sorted(panel.rows + panel.folded) == list(range(64))
-    assert "56 others" in show(view).to_svg()
+    svg = show(view).to_svg()
+    assert "56 others" in svg and "Grey: all other requests, up to the end of their longest." in svg
+
+
+def test_a_longest_range_that_can_be_seen_is_preferred():
+    view = view_of([[50, 9], *([20, 50, 40] for _ in range(9)), *([50] for _ in range(20)), *([60] for _ in range(8))])
+    assert (view.longest, view.peaks) == (60, [(r, 0) for r in range(30, 38)])
+    panel = Panel.of(view)
+    assert set(panel.rows) < set(range(1, 10)) and panel.peak == (30, 0)
+    assert "longest range: 60 keys, r30 among the others (tied by 7)" in show(view).to_svg()
+    tied = Panel.of(replace(view, ranges=ranges_of([[60]] * 30 + [[30, 60]] * 8), nominal=(1,) * 38))
+    assert tied.peak == (30, 1)
+    assert "longest range: 60 keys, r30 (tied by 37)" in show(tied.view).to_svg()
+
+
+def test_what_is_spare_is_counted_in_ranges():
+    launched = lane(Static(), (257, 10))
+    (view,) = schedule_views(launched)
+    assert view.spare_ranges == launched.splits.capacity - sum(view.used) == view.spare // 8
+    assert f"+ {view.spare_ranges} spare range" in show(launched).to_svg()
+    assert replace(view, programs=view.programs + 1).spare_ranges is None
+
+
+def test_all_margins_of_a_picture_have_one_form():
+    few, many = lane(Static(splits=2), (900, 100)), lane(Static(splits=20), (900, 100))
+    assert box_pitch([Panel.of(*schedule_views(few))])
+    assert not box_pitch([Panel.of(*schedule_views(x)) for x in (few, many)])
+    assert "outlined" not in show(few, many).to_svg()
+    assert "(outlined: none)" in show(lane(Static(), (257, 10))).to_svg()
+
+
+def test_marks_are_explained_where_they_occur():
+    def caption(picture: Picture) -> str:
+        return next(text.get_text() for text in picture.figure().texts if text.get_text().startswith("Each row"))
+
+    assert caption(show(lane(Seed(), SKEWED[:4]))).count("\n") == 1
+    assert caption(show(lane(Tile(), (1_000_000,)))).endswith("\nStriped: ranges too short to be drawn one by one.")
+    assert "Hatched: from r12 on" in caption(show(lane(Seed(), MANY[:13])))
+    assert "Hatched" not in caption(show(lane(Seed(), MANY[:12])))
 
 
 def test_every_range_is_a_block_unless_it_is_too_fine_to_be_seen():
@@ -447,17 +555,31 @@ def test_every_range_is_a_block_unless_it_is_too_fine_to_be_seen():
     assert blocks(show(lane(Tile(), (1_000_000,)))) == 1  # 3,907 of them
 
 
-@given(st.lists(st.integers(0, 2_000_000), max_size=8))
-def test_the_key_axis_keeps_order_and_labels_what_it_shows(lens):
-    axis = KeyAxis.of(lens)
+@given(st.lists(st.integers(0, 2_000_000), max_size=8), st.integers(1, 2_000_000))
+def test_the_key_axis_keeps_order_and_labels_what_it_shows(lens, most):
+    steps = [(n, max(most, n // 50 + 1)) for n in lens]
+    axis = KeyAxis.of(ranges_of([[min(step, n - at) for at in range(0, n, step)] for n, step in steps]))
     keys = np.unique([0, *lens, axis.top])
     at = axis.at(keys)
     assert at[0] == 0 and at[-1] == 1 and (np.diff(at) > 0).all()
     ticks = axis.ticks()
     assert ticks == sorted(set(ticks)) and 2 <= len(ticks) <= 12 and ticks[-1] <= axis.top
-    *_, second, longest = [0, 0, *sorted(lens)]
-    assert (axis.knee is not None) == (0 < 4 * second <= longest)
-    assert axis.squeeze == 1 or axis.squeeze > 1.2
+    assert (axis.knee is None and axis.squeeze == 1) or 3 < axis.squeeze < 25
+
+
+def test_a_seam_has_whole_ranges_before_it_and_none_across():
+    axis = KeyAxis.of(ranges_of([[32] * 100, [100] * 3]))
+    assert (axis.knee, axis.cut) == (320, 0)
+    assert KeyAxis.of(ranges_of([[320] * 10, [100] * 3])).knee is None
+    both = [ranges_of([[32] * 100, [300]]), ranges_of([[200] * 16, [300]])]
+    assert (KeyAxis.of(*both).knee, KeyAxis.of(*both).cut) == (800, 0)
+    apart = [ranges_of([[31] * 100, [290]]), ranges_of([[290] * 10, [290]])]
+    assert (KeyAxis.of(*apart).knee, KeyAxis.of(*apart).cut) == (290, 31)
+
+
+@pytest.mark.parametrize("lens", [(640, 20), (640, 250), (640,), (640, 640)])
+def test_a_seam_does_not_make_equal_ranges_look_unequal_for_nothing(lens):
+    assert KeyAxis.of(lane(Static(splits=20), lens).splits.to_host().ranges).knee is None
 
 
 def test_plans_with_several_lanes_name_their_layers():
@@ -472,6 +594,8 @@ def test_plans_with_several_lanes_name_their_layers():
 
 def test_a_workbench_can_be_looked_at():
     wb = workbench("SmolLM2-135M", lens=[96, 40], policy="static", engine="eager")
+    assert show(wb).title == show(wb.plan()).title != ""
+    assert show(wb, wb.plan()).title.startswith("The longest range holds ")
     assert show(wb.plan()).title.startswith("Under static ")
     assert show(wb.plan().lane(0).splits).title == show(wb.plan().lane(0).splits.to_host()).title
     assert "layer 0, head 1, request 0" in show(wb.merge(0, request=0, head=1)).to_svg()
@@ -484,7 +608,7 @@ def test_show_says_what_it_can_show():
     for wrong in ((3,), (), (Seed(),)):
         with pytest.raises(TypeError, match="^show: expected one of .*, got ") as caught:
             show(*wrong)
-        assert all(name in str(caught.value) for name in ("DecodePlan", "Lane", "HostSplits", "MergeSteps"))
+        assert all(name in str(caught.value) for name in ("DecodePlan", "Workbench", "HostSplits", "MergeSteps"))
     with pytest.raises(TypeError, match="one kind, got Lane and MergeSteps"):
         show(lane(Seed(), (5,)), merge([0.0]))
     with pytest.raises(ValueError, match="theme: expected one of light, dark, got 'blue'"):

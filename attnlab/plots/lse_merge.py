@@ -5,8 +5,7 @@ Three questions from top to bottom, one column a head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import ceil
 from typing import Any
 
@@ -18,60 +17,34 @@ from matplotlib.path import Path
 
 from attnlab.checks import require
 from attnlab.inspect.merge import MergeSteps
-from attnlab.plots.merge_view import MergeView, Numbers, arrival_words, in_words, off, statement
+from attnlab.plots.key_axis import tick_step
+from attnlab.plots.merge_column import LABEL, Column, thinned
+from attnlab.plots.merge_view import MergeView, Numbers, arrival_words, below_words, in_words, off, statement
 from attnlab.plots.picture import HINT, Picture
 from attnlab.plots.show import show
-from attnlab.plots.style import LEFT, RIGHT, SIZE, Theme, boxes, canvas, fit, header, inches, ink_of, mix, write
+from attnlab.plots.style import LEFT, RIGHT, SIZE, Theme, boxes, canvas, fit, header, inches, ink_of, write
 from attnlab.plots.words import between, plural, share, signed, two_digits
 
 HEIGHT = 6.75
 ROWS = ((4.00, 1.00), (2.55, 1.03), (0.80, 0.98))
 """Bottom and height of each question's axes, in inches."""
-FIRST_LEFT, COLUMN_GAP, SIDE = 2.25, 0.40, 0.22
-"""Inches: where the first column begins, from column to column, and from a column's edge to its first split."""
+FIRST_LEFT, COLUMN_GAP = 2.25, 0.40
+"""Inches: where the first column begins, and from column to column."""
 QUESTIONS = (
-    ("1", "How loud is\neach split?", "LSE = ln Σ exp(score)"),
+    ("1", "How loud is\neach split?", "LSE − total\nLSE = ln Σ exp(score)"),
     ("2", "Its weight in\nthe merge", "exp(LSE − total)"),
     ("3", "How far off\nare we still?", "‖running − final‖\n÷ ‖final‖"),
 )
-SOURCE = "Partials of empty splits do not exist and are not merged. Attention sinks without a key are not part of it."
-LABEL = 0.36
-"""Inches from one value to the next, so that they do not meet."""
-BAR, WIDEST_PITCH = 0.42, 0.9
-"""No bar is wider, and no two splits are further apart, in inches."""
-NEAR_LINE = 0.19
-"""A dot so few inches below the line of the total has its label above the line."""
+SOURCE = "Merged are the splits in which the query sees a key. Attention sinks without a key are not part of it."
+BELOW_DOT, BAR = 0.24, 0.42
+"""Inches for the label of the lowest dot, and the greatest width of a bar."""
 WEIGHT_TOPS = (0.05, 0.1, 0.25, 0.5, 1.0)
 """The weight axis ends at one of these."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """Where one head's axes stand, in inches, and what all columns share: the span of LSE and the largest weight."""
-
-    view: MergeView
-    left: float
-    width: float
-    lse_span: float
-    weight_top: float
-    distance_top: float
-
-    @property
-    def pitch(self) -> float:
-        """Inches from split to split; a few do not spread over the whole width."""
-        return min(WIDEST_PITCH, (self.width - 2 * SIDE) / max(1, self.view.count - 1))
-
-    @property
-    def limits(self) -> tuple[float, float]:
-        """What the axes' left and right edge stand for, in splits."""
-        last = self.view.count - 1
-        side = (self.width / self.pitch - last) / 2
-        return -side, last + side
-
-
 @show.register(MergeSteps)
 def lse_merge(*steps: MergeSteps) -> Picture:
-    """Return a picture of one head's merge, or of two side by side on the same scales."""
+    """Return a picture of one head's merge, or of two side by side on the same scales; three have no room."""
     require(len(steps) <= 2, f"show: a picture compares at most 2 merges, got {len(steps)}")
     views = [MergeView.of(x) for x in steps]
     title = statement(views)
@@ -104,7 +77,7 @@ def _columns(views: Sequence[MergeView]) -> list[Column]:
             left=FIRST_LEFT + i * (width + COLUMN_GAP),
             width=width,
             # The same span in all columns: else a diffuse head would look as peaked as a sink head.
-            lse_span=max(float(v.total_lse - v.lse.min()) for v in views) + 1.0,
+            lse_span=max(1.0, *(-float(v.below.min()) for v in views)) / (1 - BELOW_DOT / ROWS[0][1]),
             weight_top=next(top for top in WEIGHT_TOPS if top >= heaviest or top == 1),
             distance_top=max(1.0, *distances, 1.0),
         )
@@ -148,80 +121,94 @@ def _draw_heading(figure: Figure, theme: Theme, column: Column, *, alone: bool) 
 def _axes(figure: Figure, column: Column, row: int) -> Axes:
     ax = inches(figure, column.left, ROWS[row][0], column.width, ROWS[row][1])
     ax.set_xlim(*column.limits)
-    ax.set_yticks([])
+    # Ticks without marks are plain text, which is drawn in half the time.
+    ax.xaxis.set_visible(False)
+    ax.yaxis.set_visible(False)
     ax.spines["left"].set_visible(False)
-    ax.tick_params(axis="x", length=0)
     return ax
 
 
+def _write_below(ax: Axes, theme: Theme, row: int, words: dict[int, str], name: str = "", down: float = 0.30) -> None:
+    """Write words under splits, and so many inches down the name of the axis."""
+    height = ROWS[row][1]
+    look: dict[str, Any] = {"ha": "center", "color": theme.soft, "transform": ax.get_xaxis_transform()}
+    for i, word in words.items():
+        ax.text(i, -0.13 / height, word, size=SIZE["tick"], **look)
+    if name:
+        ax.text(sum(ax.get_xlim()) / 2, -down / height, name, size=SIZE["label"], **look)
+
+
 def _draw_loudness(ax: Axes, theme: Theme, column: Column) -> None:
-    """Draw each split's LSE as a dot on a stem, and the total as a line."""
-    view, color, unit = column.view, _color(theme), column.lse_span / ROWS[0][1]
-    floor, at = view.total_lse - column.lse_span, np.arange(view.count)
-    ax.set_ylim(floor, view.total_lse)
+    """Hang each split's LSE from the line of the total: the stem's length is what the weight is made of."""
+    view, span, color = column.view, column.lse_span, _color(theme)
+    unit, at = span / ROWS[0][1], np.arange(view.count)
+    ax.set_ylim(-span, 0)
+    step = tick_step(ceil(span), 4)
+    _scale(ax, theme, {-depth: signed(-depth, 0) for depth in range(step, ceil(0.95 * span), step)})
     slim = min(1.0, column.pitch / 0.25)
-    stems = np.stack([np.repeat(at, 2), np.stack([np.full(view.count, floor), view.lse], -1).ravel()], -1)
+    stems = np.stack([np.repeat(at, 2), np.stack([np.zeros(view.count), view.below], -1).ravel()], -1)
     codes = np.tile([Path.MOVETO, Path.LINETO], view.count)
-    ax.add_patch(PathPatch(Path(stems, codes), fc="none", ec=mix(color, theme.paper, 0.55), lw=1.2 * slim))
-    ax.plot(at, view.lse, "o", color=color, mew=0, ms=2.2 + 3.8 * slim, clip_on=False, ls="none")
-    ax.axhline(view.total_lse, color=theme.accent, lw=1.1, ls=(0, (3, 2)), clip_on=False, zorder=1)
-    shown = _labelled(column)
-    _number_splits(ax, view, shown)
-    above = [i for i in _on_top(column, shown) if view.total_lse - view.lse[i] < NEAR_LINE * unit]
-    for i in _on_top(column, shown):
-        y = view.total_lse + 0.04 * unit if i in above else view.lse[i] + 0.06 * unit
-        _write_value(ax, i, y, signed(float(view.lse[i])), va="bottom", weight=_weight(view, i))
-    # The name of the line stands on it where no label is in the way, else higher.
-    last = column.limits[1]
-    free = not any((last - i) * column.pitch < 1.25 for i in above)
-    y = view.total_lse + (0.04 if free else 0.19) * unit
+    ax.add_patch(PathPatch(Path(stems, codes), fc="none", ec=color, lw=max(0.5, 1.2 * slim), clip_on=False))
+    ax.plot(at, view.below, "o", color=color, mew=0, ms=2.2 + 3.8 * slim, clip_on=False, ls="none", zorder=3)
+    ax.axhline(0, color=theme.accent, lw=1.1, ls=(0, (3, 2)), clip_on=False)
+    _write_below(ax, theme, 0, column.numbers)
+    _label_loudness(ax, theme, column, unit)
+
+
+def _label_loudness(ax: Axes, theme: Theme, column: Column, unit: float) -> None:
+    """Write values under dots, where no neighbour hangs lower; the loudest split's at least above the line."""
+    view, top, (first, last) = column.view, column.view.heaviest, column.limits
+    words = [below_words(below) for below in view.below.tolist()]
+    hanging = column.clear(-view.below, column.labelled())
+    for i in hanging:
+        _write_value(ax, i, view.below[i] - 0.07 * unit, words[i], va="top", weight=_weight(view, i))
+    if top not in hanging:
+        _write_value(ax, top, 0.04 * unit, words[top], va="bottom", weight="bold")
+    at_right = top in hanging or (last - top) * column.pitch > 1.25
+    side, x = ("right", last) if at_right else ("left", first)
     name = f"total LSE {signed(view.total_lse, 2)}"
-    ax.text(last, y, name, color=theme.accent, size=SIZE["note"], ha="right", va="bottom")
+    ax.text(x, 0.04 * unit, name, color=theme.accent, size=SIZE["note"], ha=side, va="bottom")
 
 
 def _draw_weights(ax: Axes, theme: Theme, column: Column, *, first: bool) -> None:
     """Draw each split's weight as a bar, and under it the length of its partial output."""
     view, top, at = column.view, column.weight_top, np.arange(column.view.count)
     ax.set_ylim(0, top)
-    _reference(ax, theme, top)
+    _scale(ax, theme, {top: f"{top:.0%}"})
     half = min(0.38, BAR / 2 / column.pitch)
     bars = boxes(at - half, at + half, 0, view.weight)
     ax.add_patch(PathPatch(bars, fc=_color(theme), lw=0, clip_on=False, gid=HINT + _weight_words(view)))
-    shown = _labelled(column)
-    for i in _on_top(column, shown):
+    for i in column.clear(view.weight, column.labelled()):
         weight = float(view.weight[i])
         _write_value(ax, i, weight + 0.03 * top, share(weight), va="bottom", weight=_weight(view, i))
-    _number_splits(ax, view, shown)
     below = -0.215 * top
-    for i in shown:
+    for i in column.numbers:
         ax.text(i, below, two_digits(view.length[i]), ha="center", va="top", size=SIZE["small"])
     if first:
         x = column.limits[0] - 0.1 / column.pitch
         ax.text(x, below, "length of its partial output", ha="right", va="top", size=SIZE["small"], color=theme.soft)
-    ax.set_xlabel(f"split ({_size_words(view)})", labelpad=16)
+    _write_below(ax, theme, 1, column.numbers, f"split ({_size_words(view)})", 0.48)
 
 
 def _draw_distance(ax: Axes, theme: Theme, column: Column) -> None:
     """Draw how far the running answer is from the final one, split by split."""
     view, color, top = column.view, _color(theme), column.distance_top
     ax.set_ylim(0, top)
-    ax.set_xlabel("splits merged so far")
-    words = [_merged_words(view, i) for i in range(view.count)]
-    wide = 0.12 + 0.08 * len(words[-1])
-    ticks = _thinned([view.count - 1, *range(view.count)], wide / column.pitch)
-    ax.set_xticks(ticks, [words[i] for i in ticks])
+    last = view.count - 1
+    wide = 0.12 + 0.08 * len(_merged_words(view, last))
+    ends = thinned([last, *column.regular(wide)], wide / column.pitch)
+    _write_below(ax, theme, 2, {i: _merged_words(view, i) for i in ends}, "splits merged so far")
     if view.distance is None:
         ax.text(view.count / 2 - 0.5, top / 2, "the final output is zero: no share of it is defined", ha="center")
         return
-    _reference(ax, theme, 1.0)
+    _scale(ax, theme, {1.0: "100%"})
     at = np.arange(view.count)
-    ax.fill_between(at, view.distance, color=mix(color, theme.paper, 0.87), lw=0, zorder=0.5)
     ax.plot(at, view.distance, "-", color=color, clip_on=False, zorder=3)
     dots = 2.2 + 2.8 * min(1.0, column.pitch / 0.25)
     ax.plot(at, view.distance, "o", color=color, mew=0, ms=dots, clip_on=False, zorder=3)
     taken: list[tuple[float, float]] = []
     gap = (LABEL if column.pitch > LABEL else 0.6) / column.pitch  # a line is read between its labels, too
-    for i in _thinned([*_stated(view), int(view.distance.argmax()), 0, *range(view.count - 1)], gap):
+    for i in thinned([*_stated(view), int(view.distance.argmax()), 0, *range(view.count - 1)], gap):
         _label_distance(ax, column, view.distance, i, taken)
 
 
@@ -235,7 +222,8 @@ def _label_distance(ax: Axes, column: Column, distance: Numbers, i: int, taken: 
     right = distance[i + 1 : i + 1 + reach].max(initial=0.0) > distance[i] + 0.02 * unit
     dip, stated = left and right, i in _stated(column.view)
     aside = 0.0 if left == right else 0.16 if left else -0.16
-    x, y = i + aside / column.pitch, distance[i] / unit + (-0.12 if dip else 0.12)
+    x = max(i + aside / column.pitch, column.limits[0] + 0.15 / column.pitch)
+    y = distance[i] / unit + (-0.12 if dip else 0.12)
     meets = any(abs(x - other) * column.pitch < LABEL and abs(y - height) < 0.15 for other, height in taken)
     if not stated and (meets or y < 0.08):
         return
@@ -257,35 +245,12 @@ def _stated(view: MergeView) -> list[int]:
     return [view.arrival - 1 if view.arrival else int(view.distance[:-1].argmax())]
 
 
-def _labelled(column: Column) -> list[int]:
-    """Return the splits that have room for a label: the heaviest first."""
-    return _thinned((int(i) for i in np.argsort(-column.view.weight, kind="stable")), LABEL / column.pitch)
-
-
-def _thinned(wanted: Iterable[int], gap: float) -> list[int]:
-    """Return those positions that keep a gap from the ones before them in the list."""
-    kept: list[int] = []
-    for i in wanted:
-        if all(abs(i - other) >= gap for other in kept):
-            kept.append(i)
-    return kept
-
-
-def _on_top(column: Column, shown: Sequence[int]) -> list[int]:
-    """Return those above which there is room for a value: no neighbour under the label is higher."""
-    reach, weight = int(0.5 * LABEL / column.pitch + 0.5), column.view.weight
-    return [i for i in shown if weight[i] >= weight[max(0, i - reach) : i + reach + 1].max()]
-
-
-def _number_splits(ax: Axes, view: MergeView, shown: Sequence[int]) -> None:
-    ax.set_xticks(shown, [str(view.number[i]) for i in shown])
-
-
-def _reference(ax: Axes, theme: Theme, value: float) -> None:
-    """Draw the one line that a panel's heights are read against."""
-    ax.axhline(value, color=theme.rule, lw=0.7, zorder=0)
-    ax.set_yticks([value], [f"{value:.0%}"])
-    ax.tick_params(axis="y", length=0, labelsize=SIZE["small"], labelcolor=theme.soft)
+def _scale(ax: Axes, theme: Theme, marks: dict[float, str]) -> None:
+    """Draw the lines that a panel's heights are read against."""
+    left = ax.get_xlim()[0]
+    for value, words in marks.items():
+        ax.axhline(value, color=theme.rule, lw=0.7, zorder=0)
+        ax.text(left, value, f"{words} ", size=SIZE["small"], color=theme.soft, ha="right", va="center")
 
 
 def _merged_words(view: MergeView, i: int) -> str:
@@ -294,18 +259,20 @@ def _merged_words(view: MergeView, i: int) -> str:
 
 def _size_words(view: MergeView) -> str:
     *full, last = view.keys
+    if view.count == 1:
+        return plural(last, "key")
     if len(set(view.keys)) == 1:
         each = f"{plural(last, 'key')} each"
     elif len(set(full)) == 1:
         each = f"{plural(full[0], 'key')} each, the last {last:,}"
     else:
         each = between(view.keys, "key")
-    return each if view.count == 1 else f"{each}, oldest first"
+    return f"{each}, oldest first"
 
 
 def _weight_words(view: MergeView) -> str:
-    listed = zip(view.number, view.weight.tolist(), strict=True)
-    return f"{view.title}: " + ", ".join(f"split {number} {share(weight)}" for number, weight in listed)
+    listed = zip(view.number, view.weight.tolist(), view.lse.tolist(), strict=True)
+    return f"{view.title}: " + ", ".join(f"split {n} {share(weight)} (LSE {signed(lse)})" for n, weight, lse in listed)
 
 
 def _weight(view: MergeView, i: int) -> str:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from attnlab.checks import require
 from attnlab.inspect.merge import MergeSteps
-from attnlab.plots.words import plural, share, short
+from attnlab.plots.words import everything, plural, share, short, signed
 
 Numbers = NDArray[np.float64]
 
@@ -61,6 +61,11 @@ class MergeView:
         return len(self.number)
 
     @property
+    def below(self) -> Numbers:
+        """How far each split's LSE lies below the total, at most 0; the weight is exp of it."""
+        return np.minimum(self.lse - self.total_lse, 0.0)
+
+    @property
     def heaviest(self) -> int:
         """The index of the split with the largest weight."""
         return int(self.weight.argmax())
@@ -94,7 +99,7 @@ def _surprising(view: MergeView) -> bool:
 
 def _alone(view: MergeView) -> str:
     if view.count == 1:
-        return f"All {plural(view.keys[0], 'key')} are in one split, so there is nothing to merge"
+        return f"One split holds {everything(view.keys[0])}, so there is nothing to merge"
     top = view.heaviest
     weight = f"{share(float(view.weight[top]))} of the weight"
     if view.weight[top] < HEAVY:
@@ -117,6 +122,17 @@ def arrival_words(view: MergeView) -> str:
 def off(distance: float) -> str:
     """Return a distance as a percentage; 100% is nothing special there."""
     return share(distance) if distance < 0.0095 else f"{distance:.0%}"
+
+
+def below_words(x: float) -> str:
+    """Return a difference to the total.
+
+    >>> [below_words(x) for x in (0.0, -0.0002, -0.02, -0.2, -12.41)]
+    ['0', '>−0.01', '−0.02', '−0.2', '−12.4']
+    """
+    if -0.005 < x < 0:
+        return ">−0.01"
+    return "0" if x == 0 else signed(x, 2 if x > -0.095 else 1)
 
 
 def in_words(views: Sequence[MergeView]) -> str:

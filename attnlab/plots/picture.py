@@ -9,10 +9,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, overload
 
 from matplotlib.figure import Figure
 
+from attnlab.checks import require
 from attnlab.plots.style import THEMES, Theme, styled, theme_of
 
 PNG_DPI = 156
@@ -23,6 +24,7 @@ HINT = "hint:"
 
 # Without these matplotlib writes an RDF block with the date and addresses of its own.
 _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
+_QUICK = {"compress_level": 3}  # a tenth of the time saved, for 3% more bytes
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -74,35 +76,47 @@ class Picture:
         with styled(chosen):
             return self.draw(chosen)
 
-    def to_svg(self, path: str | pathlib.Path | None = None, *, theme: str | None = None) -> str:
-        """Return the picture as SVG, and write it where a path is given.
+    @overload
+    def to_svg(self, path: None = None, *, theme: str | None = None) -> str: ...
+    @overload
+    def to_svg(self, path: str | pathlib.Path, *, theme: str | None = None) -> pathlib.Path: ...
+    def to_svg(self, path: str | pathlib.Path | None = None, *, theme: str | None = None) -> str | pathlib.Path:
+        """Return the picture as SVG; where a path is given, write it there and return the path.
 
         The text depends on the data alone. It names nothing outside of itself, and its ids differ from those of
         any other picture, so that it may stand beside others in one page.
         """
+        target = _target(path, "svg")
         svg = _clean(self._saved(theme, "svg", metadata=_NO_METADATA).decode(), self.title, self.alt)
-        if path is not None:
-            pathlib.Path(path).write_text(svg, encoding="utf-8")
-        return svg
+        return svg if target is None else _written(target, svg.encode())
 
-    def to_png(self, path: str | pathlib.Path | None = None, *, theme: str | None = None, dpi: int = PNG_DPI) -> bytes:
-        """Return the picture as PNG, and write it where a path is given."""
-        png = self._saved(theme, "png", dpi=dpi, metadata={"Title": self.title, "Software": None})
-        if path is not None:
-            pathlib.Path(path).write_bytes(png)
-        return png
+    @overload
+    def to_png(self, path: None = None, *, theme: str | None = None, dpi: int = PNG_DPI) -> bytes: ...
+    @overload
+    def to_png(self, path: str | pathlib.Path, *, theme: str | None = None, dpi: int = PNG_DPI) -> pathlib.Path: ...
+    def to_png(
+        self, path: str | pathlib.Path | None = None, *, theme: str | None = None, dpi: int = PNG_DPI
+    ) -> bytes | pathlib.Path:
+        """Return the picture as PNG; where a path is given, write it there and return the path."""
+        target = _target(path, "png")
+        about = {"Title": self.title, "Software": None}
+        png = self._saved(theme, "png", dpi=dpi, metadata=about, pil_kwargs=_QUICK)
+        return png if target is None else _written(target, png)
 
-    def to_html(self, path: str | pathlib.Path | None = None) -> str:
-        """Return one page with the picture in both themes, and write it where a path is given.
+    @overload
+    def to_html(self, path: None = None) -> str: ...
+    @overload
+    def to_html(self, path: str | pathlib.Path) -> pathlib.Path: ...
+    def to_html(self, path: str | pathlib.Path | None = None) -> str | pathlib.Path:
+        """Return one page with the picture in both themes; where a path is given, write it there and return the path.
 
         The page shows the one that the reader's system prefers, and the light one on paper.
         """
+        target = _target(path, "html")
         svgs = {name: self.to_svg(theme=name) for name in THEMES}
         papers = {f"{name}_paper": theme.paper for name, theme in THEMES.items()}
         html = _PAGE.format(title=escape(self.title), **svgs, **papers)
-        if path is not None:
-            pathlib.Path(path).write_text(html, encoding="utf-8")
-        return html
+        return html if target is None else _written(target, html.encode())
 
     def _repr_svg_(self) -> str:
         return self.to_svg()
@@ -116,6 +130,29 @@ class Picture:
         with styled(theme_of(theme or self.theme)):  # hatches and the kind of text are settled while saving
             figure.savefig(buffer, format=kind, **options)
         return buffer.getvalue()
+
+
+def _target(path: str | pathlib.Path | None, kind: str) -> pathlib.Path | None:
+    """Return the path to write to, if any; raise where its name says another format, or its folder is missing."""
+    if path is None:
+        return None
+    target = pathlib.Path(path)
+    suffixes = ("", ".html", ".htm") if kind == "html" else ("", f".{kind}")
+    require(
+        target.suffix.lower() in suffixes,
+        f"to_{kind}: writes {kind.upper()}, but {target.name!r} ends in {target.suffix!r}; name it *.{kind}",
+    )
+    require(
+        target.parent.is_dir(),
+        f"to_{kind}: there is no folder {str(target.parent)!r}; make it first",
+        FileNotFoundError,
+    )
+    return target
+
+
+def _written(target: pathlib.Path, content: bytes) -> pathlib.Path:
+    target.write_bytes(content)
+    return target
 
 
 def _clean(svg: str, title: str, alt: str) -> str:

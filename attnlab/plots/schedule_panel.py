@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +13,12 @@ from matplotlib.patches import PathPatch
 
 from attnlab.plots.schedule_view import ScheduleView
 from attnlab.plots.style import SIZE, Theme, boxes, inches, write
+from attnlab.plots.words import plural
 
 MAX_ROWS, KEPT_ROWS = 24, 8
 """Of a batch of more requests than MAX_ROWS, the KEPT_ROWS longest have a row each; the others share one."""
 MAX_BOXES = 12
-"""Where a request is asked for more ranges than this, the margin has numbers instead of boxes."""
+"""Where more ranges than this are asked for a request, the margins of all panels have numbers instead of boxes."""
 MARGIN_LEFT, MARGIN_WIDTH = 7.74, 1.11
 ASKED_AT = 0.55
 """Where numbers of ranges asked for end, in inches from the margin's left."""
@@ -45,6 +47,11 @@ class Panel:
         return cls(view=view, lens=lens, used=view.used, rows=tuple(sorted(kept)), folded=folded)
 
     @property
+    def peak(self) -> tuple[int, int]:
+        """Request and number of the longest range that a reader is pointed to: of several, the first with a row."""
+        return min(self.view.peaks, key=lambda peak: peak[0] not in self.rows)
+
+    @property
     def lines(self) -> int:
         """Rows, the shared one included."""
         return max(1, len(self.rows) + bool(self.folded))
@@ -65,17 +72,21 @@ class Panel:
         return self.lines - 0.5 + 0.04 / self.pitch, -0.6
 
 
-def draw_margin(figure: Figure, theme: Theme, panel: Panel, bottom: float) -> None:
+def box_pitch(panels: Sequence[Panel]) -> float | None:
+    """Return inches from box to box in every panel's margin, or None where there are too many for boxes."""
+    most = max((max(panel.view.nominal[r], panel.used[r]) for panel in panels for r in panel.rows), default=0)
+    return min(0.1, 0.84 / most) if 0 < most <= MAX_BOXES else None
+
+
+def draw_margin(figure: Figure, theme: Theme, panel: Panel, bottom: float, pitch: float | None) -> None:
     """List ranges asked for (boxes, or a number) and ranges that hold keys (a number) beside every row."""
-    view, rows, nominal, used = panel.view, panel.rows, panel.view.nominal, panel.used
+    rows, nominal, used = panel.rows, panel.view.nominal, panel.used
     ax = inches(figure, MARGIN_LEFT, bottom, MARGIN_WIDTH, panel.height)
     ax.set_xlim(0, MARGIN_WIDTH)
     ax.set_ylim(*panel.limits)
     ax.axis("off")
-    most = max((max(nominal[r], used[r]) for r in rows), default=0)
-    pitch = min(0.1, 0.84 / most) if 0 < most <= MAX_BOXES else None
     for y, r in enumerate(rows):
-        _number(ax, MARGIN_WIDTH, y, used[r], bold=used[r] > 1)
+        _number(ax, MARGIN_WIDTH, y, used[r])
         if pitch is None:
             _number(ax, ASKED_AT, y, nominal[r])
         else:
@@ -88,8 +99,9 @@ def draw_margin(figure: Figure, theme: Theme, panel: Panel, bottom: float) -> No
     asked_at, side = (MARGIN_LEFT + ASKED_AT, "right") if pitch is None else (MARGIN_LEFT, "left")
     write(figure, asked_at, top, "asked", ha=side, **head)
     write(figure, MARGIN_LEFT + MARGIN_WIDTH, top, "used", ha="right", **head)
-    if view.spare:
-        _draw_spare(ax, theme, panel, view.spare)
+    if panel.view.spare_ranges:
+        spare = f"+ {plural(panel.view.spare_ranges, 'spare range')}"
+        write(figure, MARGIN_LEFT + MARGIN_WIDTH, bottom - 0.23, spare, ha="right", **head)
 
 
 def _draw_asked(ax: Axes, color: str, y: int, asked: int, used: int, pitch: float, half: float) -> None:
@@ -101,14 +113,5 @@ def _draw_asked(ax: Axes, color: str, y: int, asked: int, used: int, pitch: floa
             ax.add_patch(PathPatch(path, fc=fill, ec=color, lw=0.8, clip_on=False))
 
 
-def _draw_spare(ax: Axes, theme: Theme, panel: Panel, spare: int) -> None:
-    """Put the programs launched for no range under the rows: they belong to no request."""
-    y, half = panel.lines - 0.5 + 0.20 / panel.pitch, BOX / 2 / panel.pitch
-    path = boxes([0.01], [0.01 + BOX], y - half, y + half)
-    ax.add_patch(PathPatch(path, fc="none", ec=theme.faint, lw=0.8, clip_on=False))
-    ax.text(0.14, y, f"+ {spare:,} empty", size=SIZE["small"], color=theme.soft, va="center")
-
-
-def _number(ax: Axes, x: float, y: int, value: int, *, bold: bool = False) -> None:
-    weight = "bold" if bold else "normal"
-    ax.text(x, y, f"{value:,}", ha="right", va="center", size=SIZE["tick"], weight=weight)
+def _number(ax: Axes, x: float, y: int, value: int) -> None:
+    ax.text(x, y, f"{value:,}", ha="right", va="center", size=SIZE["tick"])

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from attnlab.checks import require
+from attnlab.inspect.workbench import Workbench
 from attnlab.plan.plans import DecodePlan, Lane
 from attnlab.plan.splits import HostSplits, SplitPlan
-from attnlab.plots.words import between, plural, short, times
+from attnlab.plots.words import between, everything, plural, short, times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +50,15 @@ class ScheduleView:
         return sum(end - start for mine in self.ranges for start, end in mine)
 
     @property
-    def longest(self) -> tuple[int, int, int]:
-        """The longest range: keys, request, number within the request. The first of several; zeros if there is none."""
-        found = ((end - start, -r, -i) for r, mine in enumerate(self.ranges) for i, (start, end) in enumerate(mine))
-        keys, r, i = max(found, default=(0, 0, 0))
-        return keys, -r, -i
+    def longest(self) -> int:
+        """Keys of the longest range; 0 if there is none."""
+        return max((end - start for mine in self.ranges for start, end in mine), default=0)
+
+    @property
+    def peaks(self) -> list[tuple[int, int]]:
+        """Where ranges as long as the longest are: request, and number within the request."""
+        most = self.longest
+        return [(r, i) for r, mine in enumerate(self.ranges) for i, (a, b) in enumerate(mine) if b - a == most]
 
     @property
     def working(self) -> int | None:
@@ -67,15 +72,27 @@ class ScheduleView:
             return None
         return self.programs - self.working
 
+    @property
+    def spare_ranges(self) -> int | None:
+        """The same in ranges; None where not known, or where programs are not dealt out by range and KV head."""
+        if self.spare is None or not self.kv_heads or self.spare % self.kv_heads:
+            return None
+        return self.spare // self.kv_heads
+
 
 def schedule_views(
-    x: DecodePlan | Lane | SplitPlan | HostSplits, *, name: str | None = None, multiprocessors: int | None = None
+    x: Workbench | DecodePlan | Lane | SplitPlan | HostSplits,
+    *,
+    name: str | None = None,
+    multiprocessors: int | None = None,
 ) -> tuple[ScheduleView, ...]:
     """Return what a picture shows of a plan: a view for each of its lanes. Waits for the device.
 
     `name` replaces the policy's; `multiprocessors` lets the picture compare with an even share of the device.
     """
     match x:
+        case Workbench():
+            return schedule_views(x.plan(), name=name, multiprocessors=multiprocessors)
         case DecodePlan():
             lanes = [schedule_views(lane, name=name, multiprocessors=multiprocessors)[0] for lane in x.lanes]
             return tuple(_with_layers(view, x, i) for i, view in enumerate(lanes))
@@ -119,9 +136,9 @@ def statement(views: Sequence[ScheduleView]) -> str:
 
 
 def _alone(view: ScheduleView) -> str:
-    longest, ranges = view.longest[0], sum(view.used)
+    longest, ranges = view.longest, sum(view.used)
     if ranges == 1:
-        return f"Under {view.name} one range holds all {plural(longest, 'key')}: nothing is cut"
+        return f"Under {view.name} one range holds {everything(longest)}: nothing is cut"
     holds = f"Under {view.name} the longest of {ranges:,} ranges holds {plural(longest, 'key')}"
     even = even_share(view)
     if even is not None:
@@ -141,9 +158,9 @@ def even_share(view: ScheduleView) -> float | None:
 
 
 def _compared(views: Sequence[ScheduleView]) -> str:
-    ordered = sorted(views, key=lambda view: view.longest[0])
+    ordered = sorted(views, key=lambda view: view.longest)
     least, most = ordered[0], ordered[-1]
-    low, high = least.longest[0], most.longest[0]
+    low, high = least.longest, most.longest
     if low == high:
         names = " and ".join(view.name for view in views) if len(views) == 2 else f"all {len(views)} schedules"
         return f"The longest range holds {plural(high, 'key')} under {names} alike"
@@ -152,7 +169,7 @@ def _compared(views: Sequence[ScheduleView]) -> str:
         factor = f", a factor of {high / low:.1f}"
     if len(views) == 2:
         return f"The longest range holds {plural(high, 'key')} under {most.name} and {low:,} under {least.name}{factor}"
-    return f"The longest range holds from {low:,} keys under {least.name} to {high:,} under {most.name}{factor}"
+    return f"The longest range holds from {plural(low, 'key')} under {least.name} to {high:,} under {most.name}{factor}"
 
 
 def in_words(views: Sequence[ScheduleView]) -> str:
@@ -163,9 +180,9 @@ def in_words(views: Sequence[ScheduleView]) -> str:
 def _one_in_words(view: ScheduleView) -> str:
     if not view.total:
         return f"{plural(len(view.ranges), 'request')} without a key"
-    keys, r, _ = view.longest
+    longest = f"{plural(view.longest, 'key')}, in request {view.peaks[0][0]}"
     spare = f", {plural(view.spare, 'program')} launched for no range" if view.spare else ""
     return (
         f"{plural(len(view.ranges), 'request')} of {between(view.lens, 'key')} in {plural(sum(view.used), 'range')}, "
-        f"{between(view.used, 'range')} a request; the longest, {plural(keys, 'key')}, in request {r}{spare}"
+        f"{between(view.used, 'range')} a request; the longest, {longest}{spare}"
     )

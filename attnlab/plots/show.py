@@ -20,7 +20,7 @@ class Show:
         self._draws: Registry[Callable[..., Picture]] = Registry("picture")
 
     def __call__(self, *xs: object, theme: str = "light") -> Picture:
-        """Return a picture of a value, or one picture that compares several of one kind.
+        """Return a picture of a value, or one picture that compares several of one kind; of merges, at most two.
 
         `theme` is "light" or "dark": what a notebook displays, and the default of the picture's exports.
         """

@@ -14,11 +14,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from numpy.typing import NDArray
 
+from attnlab.inspect.workbench import Workbench
 from attnlab.plan.plans import DecodePlan, Lane
 from attnlab.plan.splits import HostSplits, SplitPlan
 from attnlab.plots.key_axis import KNEE_SHARE, KeyAxis
 from attnlab.plots.picture import HINT, Picture
-from attnlab.plots.schedule_panel import Panel, draw_margin
+from attnlab.plots.schedule_panel import Panel, box_pitch, draw_margin
 from attnlab.plots.schedule_view import ScheduleView, distinct, even_share, in_words, schedule_views, statement
 from attnlab.plots.show import show
 from attnlab.plots.style import (
@@ -26,7 +27,7 @@ from attnlab.plots.style import (
     FOOTER,
     HEADER,
     LEFT,
-    SECOND_SHADE,
+    LIGHT,
     SIZE,
     Theme,
     boxes,
@@ -34,25 +35,27 @@ from attnlab.plots.style import (
     fit,
     header,
     inches,
-    mix,
     write,
 )
 from attnlab.plots.words import between, key_label, plural, times
 
 PLOT_LEFT, PLOT_WIDTH = 1.30, 6.25
-PANEL_HEAD, PANEL_FOOT, AXIS_NAME = 0.50, 0.34, 0.20
-"""Inches above a panel for its name and notes, below it for the ticks, below the last one for the axis' name."""
+PANEL_HEAD, PANEL_FOOT, AXIS_NAME, CAPTION_LINE = 0.50, 0.34, 0.20, 0.17
+"""Inches above a panel for its name and notes, below it for the ticks, below the last one for the axis' name; and of a
+third caption line, where marks occur that need it."""
 FINE = 0.035
 """Blocks narrower than so many inches are not drawn one by one: their cuts would merge into a grey."""
+STRIPES, LEAST_STRIPED = "|" * 6, 0.1
+"""How such runs are hatched, and from how many inches on; narrower ones are plain."""
 LEAST_BLOCK = 0.025
 """No block is drawn narrower."""
 BLOCK_HALF = 0.37
 """Half the height of a block, in rows."""
 
 
-@show.register(DecodePlan, Lane, SplitPlan, HostSplits, ScheduleView)
-def split_schedule(*xs: DecodePlan | Lane | SplitPlan | HostSplits | ScheduleView) -> Picture:
-    """Return a picture of one or more schedules, each in its own panel.
+@show.register(DecodePlan, Lane, SplitPlan, HostSplits, ScheduleView, Workbench)
+def split_schedule(*xs: DecodePlan | Lane | SplitPlan | HostSplits | ScheduleView | Workbench) -> Picture:
+    """Return a picture of one or more schedules, each in its own panel; of a workbench, that of its plan.
 
     `schedule_views(plan, name=..., multiprocessors=...)` gives a plan another name, or a device to compare with.
     """
@@ -67,11 +70,13 @@ def split_schedule(*xs: DecodePlan | Lane | SplitPlan | HostSplits | ScheduleVie
 
 def _figure(theme: Theme, title: str, views: Sequence[ScheduleView]) -> Figure:
     panels = [Panel.of(view) for view in views if view.ranges]
-    axis = _axis(views)
+    axis, pitch = KeyAxis.of(*(view.ranges for view in views)), box_pitch(panels)
+    caption = _caption(panels, axis)
+    head = HEADER + CAPTION_LINE * (caption.count("\n") > 1)
     body = sum(PANEL_HEAD + panel.height + PANEL_FOOT for panel in panels)
-    figure = canvas(HEADER + body + AXIS_NAME * bool(panels) + FOOTER)
-    header(figure, theme, title, _caption(views, axis), _source(panels))
-    at = figure.get_figheight() - HEADER
+    figure = canvas(head + body + AXIS_NAME * bool(panels) + FOOTER)
+    header(figure, theme, title, caption, _source(panels, boxed=pitch is not None))
+    at = figure.get_figheight() - head
     for i, panel in enumerate(panels):
         at -= PANEL_HEAD + panel.height
         ax = inches(figure, PLOT_LEFT, at, PLOT_WIDTH, panel.height)
@@ -79,41 +84,51 @@ def _figure(theme: Theme, title: str, views: Sequence[ScheduleView]) -> Figure:
         _draw_rows(ax, theme, axis, panel)
         _draw_longest(ax, theme, axis, panel)
         _draw_head(figure, theme, panel, at + panel.height)
-        draw_margin(figure, theme, panel, at)
+        draw_margin(figure, theme, panel, at, pitch)
         at -= PANEL_FOOT
     return figure
 
 
-def _axis(views: Sequence[ScheduleView]) -> KeyAxis:
-    """Return the one axis of all panels. A request that two views cut must not be second to itself."""
-    pairs = [([0, 0, *sorted(view.lens)])[-2:] for view in views]
-    return KeyAxis.of([max(pair[i] for pair in pairs) for i in (0, 1)])
-
-
-def _caption(views: Sequence[ScheduleView], axis: KeyAxis) -> str:
-    if not any(view.ranges for view in views):
+def _caption(panels: Sequence[Panel], axis: KeyAxis) -> str:
+    if not panels:
         return (
             "A batch with at least one request has a row for each of them here, cut into the ranges that programs read."
         )
-    head = " for one KV head" if any(view.kv_heads is not None for view in views) else ""
+    head = " for one KV head" if any(panel.view.kv_heads is not None for panel in panels) else ""
     reads = f"Each row is one request, each block the keys that one program reads{head}"
-    marks = f"{reads} (shades alternate to show the cuts)."
+    lines = [f"{reads} (shades alternate to show the cuts)."]
     if axis.knee is None:
-        return f"{marks}\nBlocks may be read side by side, but a step cannot end before its longest block is read."
-    seam = f"Right of the dashed seam the key axis is {times(axis.squeeze)} compressed; both parts are linear."
-    return f"{marks}\n{seam} No step ends before its longest block is read."
+        lines.append("Blocks may be read side by side, but a step cannot end before its longest block is read.")
+    else:
+        across = "a block across it in part" if axis.cut else "both parts are linear"
+        seam = f"Right of the dashed seam the key axis is {times(axis.squeeze)} compressed; {across}."
+        lines.append(f"{seam} No step ends before its longest block is read.")
+    return "\n".join([*lines, *_marks(panels, axis)])
 
 
-def _source(panels: Sequence[Panel]) -> str:
-    """Explain the marks of the margin that occur."""
+def _marks(panels: Sequence[Panel], axis: KeyAxis) -> list[str]:
+    """Return a line that explains the marks that only some batches need, if this one does."""
+    marks = []
+    drawn = (axis.at(panel.view.ranges[r]) for panel in panels for r in panel.rows if panel.used[r])
+    if any((np.ptp(_joined(edges, _fine(edges)), axis=1) >= LEAST_STRIPED / PLOT_WIDTH).any() for edges in drawn):
+        marks.append("Striped: ranges too short to be drawn one by one.")
+    if any(LIGHT.hatch(r) for panel in panels for r in panel.rows):
+        marks.append(f"Hatched: from r{len(LIGHT.requests)} on the colours repeat.")
+    if any(panel.folded for panel in panels):
+        marks.append("Grey: all other requests, up to the end of their longest.")
+    return [" ".join(marks)] if marks else []
+
+
+def _source(panels: Sequence[Panel], *, boxed: bool) -> str:
+    """Explain the words and marks of the margin that occur."""
     if not panels:
         return ""
     views = [panel.view for panel in panels]
     parts = ["Margin: ranges asked for, and ranges that hold keys"]
-    if any(n > u for view in views for n, u in zip(view.nominal, view.used, strict=True)):
-        parts[0] += " (rounding left the outlined ones empty)"
-    if any(view.spare for view in views):
-        parts.append("Grey outline: launched for no range, as the grid has a fixed size")
+    if boxed and any(panel.view.nominal[r] > panel.used[r] for panel in panels for r in panel.rows):
+        parts[0] += " (outlined: none)"
+    if any(view.spare_ranges for view in views):
+        parts.append("Spare: the launch has a fixed size, and these programs return at once")
     if any(view.kv_heads is not None for view in views):
         parts.append("Programs: per tile of heads")
     return ". ".join(parts) + "."
@@ -145,29 +160,33 @@ def _draw_rows(ax: Axes, theme: Theme, axis: KeyAxis, panel: Panel) -> None:
 
 
 def _draw_blocks(ax: Axes, theme: Theme, axis: KeyAxis, y: int, r: int, ranges: Sequence[tuple[int, int]]) -> None:
-    """Draw a request's ranges: two shades in turn; runs of very short ones as one finely hatched block."""
+    """Draw a request's ranges: two shades in turn; runs of very short ones as one striped block."""
     if not ranges:
         return
-    edges = axis.at(ranges)
-    fine = _fine_runs(edges)
-    number = np.arange(len(edges))
-    hint = HINT + _range_words(r, ranges)
+    edges, number = axis.at(ranges), np.arange(len(ranges))
+    fine, hint = _fine(edges), HINT + _range_words(r, ranges)
     for parity, fill in enumerate((theme.request(r), theme.shade(r))):
         _add(ax, theme, edges[(number % 2 == parity) & ~fine], y, fill, theme.hatch(r), hint)
-    starts, ends = (
-        np.flatnonzero(np.diff(fine, prepend=False) & fine),
-        np.flatnonzero(np.diff(fine, append=False) & fine),
-    )
-    merged = np.stack([edges[starts, 0], edges[ends, 1]], axis=-1)
-    _add(ax, theme, merged, y, mix(theme.request(r), theme.paper, SECOND_SHADE / 2), theme.hatch(r) + "|" * 8, hint)
+    joined = _joined(edges, fine)
+    wide = np.ptp(joined, axis=1) >= LEAST_STRIPED / PLOT_WIDTH
+    for runs, stripes in ((joined[wide], STRIPES), (joined[~wide], "")):
+        _add(ax, theme, runs, y, theme.request(r), theme.hatch(r) + stripes, hint)
 
 
-def _fine_runs(edges: NDArray[np.float64]) -> NDArray[np.bool_]:
+def _fine(edges: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Return which ranges are too narrow to be told apart and have such a neighbour."""
     narrow = (edges[:, 1] - edges[:, 0]) * PLOT_WIDTH < FINE
     before, after = np.roll(narrow, 1), np.roll(narrow, -1)
     before[0] = after[-1] = False
     return narrow & (before | after)
+
+
+def _joined(edges: NDArray[np.float64], fine: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return the edges of runs of such ranges."""
+    starts = fine & ~np.roll(fine, 1)
+    ends = fine & ~np.roll(fine, -1)
+    starts[:1], ends[-1:] = fine[:1], fine[-1:]
+    return np.stack([edges[starts, 0], edges[ends, 1]], axis=-1)
 
 
 def _add(ax: Axes, theme: Theme, edges: NDArray[np.float64], y: int, fill: str, hatch: str, hint: str) -> None:
@@ -185,13 +204,13 @@ def _range_words(r: int, ranges: Sequence[tuple[int, int]]) -> str:
 
 
 def _draw_folded(ax: Axes, theme: Theme, axis: KeyAxis, panel: Panel) -> None:
-    """Draw all other requests as one grey block, up to the shortest's end and on to the longest's, with words."""
+    """Draw all other requests as one grey block, up to the end of the longest of them, with words."""
     y = len(panel.rows)
     note: dict[str, Any] = {"va": "center", "size": SIZE["tick"]}
     lens = [panel.lens[r] for r in panel.folded]
-    low, high = axis.at([min(lens), max(lens)])
-    path = boxes([0, low], [low, max(high, low + LEAST_BLOCK / PLOT_WIDTH)], y - BLOCK_HALF, y + BLOCK_HALF)
-    ax.add_patch(PathPatch(path, fc=theme.idle, ec=theme.paper, lw=0.7, clip_on=False))
+    high = float(axis.at(max(lens)))
+    path = boxes([0], [max(high, LEAST_BLOCK / PLOT_WIDTH)], y - BLOCK_HALF, y + BLOCK_HALF)
+    ax.add_patch(PathPatch(path, fc=theme.idle, ec=theme.faint, lw=0.7, clip_on=False))
     ax.text((LEFT - PLOT_LEFT) / PLOT_WIDTH, y, f"{len(lens):,} others", ha="left", color=theme.soft, **note)
     used = between([panel.used[r] for r in panel.folded], "range")
     words = f"{between(lens, 'key')}, {used} each"
@@ -201,9 +220,9 @@ def _draw_folded(ax: Axes, theme: Theme, axis: KeyAxis, panel: Panel) -> None:
 
 def _draw_longest(ax: Axes, theme: Theme, axis: KeyAxis, panel: Panel) -> None:
     """Put a bracket under the longest range, where its request has a row."""
-    keys, r, i = panel.view.longest
-    if not keys or r not in panel.rows:
+    if not panel.view.longest or panel.peak[0] not in panel.rows:
         return
+    r, i = panel.peak
     start, end = axis.at(panel.view.ranges[r][i])
     y = panel.rows.index(r) + BLOCK_HALF + 0.05
     xs, ys = [start, start, max(end, start + 0.006), max(end, start + 0.006)], [y, y + 0.14, y + 0.14, y]
@@ -212,17 +231,21 @@ def _draw_longest(ax: Axes, theme: Theme, axis: KeyAxis, panel: Panel) -> None:
 
 def _draw_head(figure: Figure, theme: Theme, panel: Panel, top: float) -> None:
     """Name the schedule; say in numbers what it launches, and how long its longest range is."""
-    view, right = panel.view, PLOT_LEFT + PLOT_WIDTH
-    write(figure, LEFT, top + 0.25, view.name, size=SIZE["head"], weight="bold", va="bottom")
-    note: dict[str, Any] = {"size": SIZE["note"], "va": "bottom"}
-    keys, r, _ = view.longest
-    longest, even = f"longest range: {plural(keys, 'key')}, r{r}", even_share(view)
-    if even is not None and keys > even:
-        longest += f" = {times(keys / even)} an even share"
-    if keys:
-        written = write(figure, right, top + 0.07, longest, ha="right", color=theme.accent, **note)
+    right, note = PLOT_LEFT + PLOT_WIDTH, {"size": SIZE["note"], "va": "bottom"}
+    fit(write(figure, LEFT, top + 0.07, _launch_words(panel.view), color=theme.soft, **note), right)
+    if panel.view.longest:
+        words = _longest_words(panel)
+        written = write(figure, right, top + 0.25, words, ha="right", color=theme.accent, **note)
         right = written.get_window_extent().x0 / DPI - 0.15
-    fit(write(figure, LEFT, top + 0.07, _launch_words(view), color=theme.soft, **note), right)
+    fit(write(figure, LEFT, top + 0.25, panel.view.name, size=SIZE["head"], weight="bold", va="bottom"), right)
+
+
+def _longest_words(panel: Panel) -> str:
+    view, (r, _), even = panel.view, panel.peak, even_share(panel.view)
+    where = f"r{r}" if r in panel.rows else f"r{r} among the others"
+    ties = f" (tied by {len(view.peaks) - 1:,})" if len(view.peaks) > 1 else ""
+    measure = f", {times(view.longest / even)} an even share" if even is not None and view.longest > even else ""
+    return f"longest range: {plural(view.longest, 'key')}, {where}{ties}{measure}"
 
 
 def _launch_words(view: ScheduleView) -> str:

@@ -43,7 +43,9 @@ HATCHES = ("", "////", "\\\\\\\\", "xxxx")
 """Requests 12 to 23 wear the first twelve colours again with the second hatch, and so on. No dots: an SVG spells out
 every one of them in curves."""
 SECOND_SHADE = 0.38
-"""How far the alternate shade of a request lies towards the paper."""
+"""How far the alternate shade of a request lies towards the paper, or else towards the ink."""
+SEEN = 3.0
+"""The least contrast to the paper of a mark that matters; the light paper's palest four colours have 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +78,9 @@ class Theme:
         return HATCHES[number // len(self.requests) % len(HATCHES)]
 
     def shade(self, number: int) -> str:
-        """Return the second shade of a request: every other of its ranges."""
-        return mix(self.request(number), self.paper, SECOND_SHADE)
+        """Return the second shade of a request, for every other of its ranges: paler where that is SEEN."""
+        paler, bolder = (mix(self.request(number), to, SECOND_SHADE) for to in (self.paper, self.ink))
+        return paler if contrast(paler, self.paper) >= SEEN else bolder
 
 
 LIGHT = Theme(
@@ -108,8 +111,8 @@ DARK = Theme(
     accent="#FF7AA8",
     good="#5FD3A6",
     requests=(
-        *("#1361B5", "#E28913", "#07A1B9", "#C7C51F", "#A6347F", "#3BD0E8"),
-        *("#795C3B", "#F7A5A1", "#837D2E", "#A893FA", "#B6797F", "#7B70E4"),
+        *("#1366B5", "#DF8E13", "#07A1B9", "#C7C81F", "#AA387F", "#3BD0E8"),
+        *("#7B603B", "#F7A8A1", "#838130", "#A893FA", "#B6797F", "#7B71E4"),
     ),
 )
 # One palette for both papers leaves blue and plum without contrast on the dark one; lifting them makes pairs collide.
@@ -144,8 +147,8 @@ def text_on(fill: str) -> str:
     return max("#0B0D10", "#FFFFFF", key=lambda color: contrast(color, fill))
 
 
-def ink_of(color: str, theme: Theme, need: float = 3.0) -> str:
-    """Return the same hue for lines, dots (3) or text (4.5): moved to the ink until its contrast is `need`."""
+def ink_of(color: str, theme: Theme, need: float = SEEN) -> str:
+    """Return the same hue for lines, dots (SEEN) or text (4.5): moved to the ink until its contrast is `need`."""
     steps = (mix(color, theme.ink, i / 20) for i in range(21))
     return next((c for c in steps if contrast(c, theme.paper) >= need), theme.ink)
 
@@ -221,12 +224,13 @@ def header(figure: Figure, theme: Theme, title: str, caption: str, source: str =
 def fit(text: Text, right: float = RIGHT) -> Text:
     """Shrink text until it ends `right` inches from the left: a wider font must not push words off the canvas."""
     size = float(text.get_fontsize())
-    for _ in range(4):  # widths of type are not quite proportional to its size
+    while size > LEAST_SIZE:
         extent = text.get_window_extent()
         room = right * DPI - extent.x0
-        if extent.width <= room or size <= LEAST_SIZE:
+        if extent.width <= room:
             break
-        size = max(LEAST_SIZE, size * room / extent.width * 0.995)
+        # Widths of type go in steps, not quite with its size.
+        size = max(LEAST_SIZE, size * min(0.98, room / extent.width))
         text.set_fontsize(size)
     return text
 

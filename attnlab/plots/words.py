@@ -14,6 +14,15 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def everything(keys: int) -> str:
+    """Return words for all of some keys.
+
+    >>> everything(1), everything(640)
+    ('the only key', 'all 640 keys')
+    """
+    return "the only key" if keys == 1 else f"all {plural(keys, 'key')}"
+
+
 def times(ratio: float) -> str:
     """Return a ratio with about two digits.
 
@@ -64,13 +73,13 @@ def short(name: str, most: int = 36) -> str:
 def key_label(keys: int) -> str:
     """Return a key position for an axis.
 
-    >>> [key_label(k) for k in (0, 250, 4000, 1_500_000)]
-    ['0', '250', '4k', '1.5M']
+    >>> [key_label(k) for k in (0, 250, 4000, 31_552, 1_500_000)]
+    ['0', '250', '4k', '31,552', '1.5M']
     """
     for unit, letter in ((1_000_000, "M"), (1_000, "k")):
-        if keys >= unit:
+        if keys >= unit and keys % (unit // 100) == 0:
             return f"{keys / unit:g}{letter}"
-    return str(keys)
+    return f"{keys:,}"
 
 
 def between(values: Sequence[int], noun: str) -> str:
