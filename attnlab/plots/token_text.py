@@ -1,0 +1,25 @@
+"""Texts of tokens, made visible: a leading space, a line break and what cannot be printed have a mark."""
+
+from __future__ import annotations
+
+from attnlab.plots.words import short
+
+MARKS = {"\n": "⏎", "\r": "␍", "\t": "⇥"}
+LEGEND = "In texts · is a leading space, ⏎ a line break."
+MOST = 12
+"""No token is written with more characters."""
+
+
+def visible(text: str, most: int = MOST) -> str:
+    r"""Return a token's text as it is written in pictures.
+
+    >>> [visible(text) for text in (" the", "\n\n", "a b", "    x", "\x00", "", "internationalisation")]
+    ['·the', '⏎⏎', 'a b', '····x', '�', '∅', 'internation…']
+    """
+    body = text.lstrip(" ")
+    marked = "·" * (len(text) - len(body)) + body
+    return short("".join(_mark(c) for c in marked), most) or "∅"
+
+
+def _mark(character: str) -> str:
+    return MARKS.get(character) or (character if character.isprintable() else "�")
