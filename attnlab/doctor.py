@@ -235,7 +235,7 @@ def _notebooks() -> Iterator[Finding]:
         return
     count = len([path for path in folder.rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts])
     todo = "" if count else REINSTALL
-    yield Finding(name="notebooks", state="ok" if count else "note", found=f"{count} in {folder}", todo=todo)
+    yield Finding(name="notebooks", state="ok" if count else "trouble", found=f"{count} in {folder}", todo=todo)
 
 
 def _fonts() -> Iterator[Finding]:

@@ -208,6 +208,8 @@ def test_a_data_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_notebooks_are_missing(package: Path) -> None:
     assert finding(attnlab_in(package)[1], "notebooks") == ("ok", f"1 in {package / 'notebooks'}")
+    (package / "notebooks" / "00_map.ipynb").unlink()
+    assert finding(attnlab_in(package)[1], "notebooks")[0] == "trouble"
     shutil.rmtree(package / "notebooks")
     status, printed = attnlab_in(package)
     assert status == 1 and troubles(printed) == ["notebooks"]
@@ -291,6 +293,11 @@ def tree(folder: Path) -> dict[str, str]:
     return {p.relative_to(folder).as_posix(): p.read_text() for p in folder.rglob("*") if p.is_file()}
 
 
+def top(folder: Path) -> list[str]:
+    """Return what a folder shows, apart from what tools leave behind."""
+    return [p.name for p in folder.iterdir() if not p.name.startswith((".", "__"))]
+
+
 def test_a_checkout_is_opened_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert lab.prepare(None) == ROOT / "notebooks"
@@ -318,7 +325,7 @@ def test_what_is_there_is_never_overwritten(wheel: Path, capsys: pytest.CaptureF
 
 def test_a_folder_is_asked_for_in_a_checkout(tmp_path: Path) -> None:
     assert lab.prepare(tmp_path / "x") == tmp_path / "x"
-    assert len(tree(tmp_path / "x")) == len([p for p in (ROOT / "notebooks").rglob("*.*") if p.is_file()])
+    assert set(top(tmp_path / "x")) == set(top(ROOT / "notebooks"))
 
 
 def test_the_command_line_leaves_address_and_token_to_jupyter(tmp_path: Path) -> None:
@@ -366,7 +373,7 @@ def test_the_server_starts_asks_for_its_token_and_stops(tmp_path: Path) -> None:
             with pytest.raises(urllib.error.HTTPError, match="403"):
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/api/status", timeout=10)
             names = {row["name"] for row in json.loads(_ask(port, "/api/contents", server))["content"]}
-            assert names == {p.name for p in (ROOT / "notebooks").iterdir() if not p.name.startswith(".")}
+            assert names == set(top(ROOT / "notebooks"))
             _ask(port, "/api/shutdown", server, data=b"")
             assert server.wait(timeout=30) == 0
         finally:

@@ -268,7 +268,7 @@ def test_an_unknown_sample_or_layer_is_answered_with_the_known_ones() -> None:
 
 
 @pytest.mark.slow
-def test_a_wheel_brings_its_data_along(tmp_path: Path) -> None:
+def test_a_wheel_brings_its_data_and_notebooks_along(tmp_path: Path) -> None:
     for package in ("build", "hatchling"):
         pytest.importorskip(package, reason=f"builds a wheel with {package}")
     subprocess.run(
@@ -282,6 +282,11 @@ def test_a_wheel_brings_its_data_along(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     assert {path.name for path in site.iterdir()} == {"attnlab", f"attnlab-{attnlab.__version__}.dist-info"}
-    where = "import attnlab\nfrom attnlab.assets import data_path\nprint(data_path('models.json'))"
+    where = (
+        "from attnlab.assets import data_path, notebooks_folder\nprint(data_path('models.json'), notebooks_folder())"
+    )
     printed = python(DECODE + where, path=site, cwd=elsewhere).splitlines()
-    assert printed == ["[2, 9, 64]", str(site / "attnlab" / "data" / "models.json")]
+    assert printed == ["[2, 9, 64]", f"{site / 'attnlab' / 'data' / 'models.json'} {site / 'attnlab' / 'notebooks'}"]
+    python("from attnlab.lab import prepare\nprepare(None)", path=site, cwd=elsewhere)
+    copied = {path.name for path in (elsewhere / "attnlab-notebooks").iterdir()}
+    assert copied == {path.name for path in (ROOT / "notebooks").iterdir() if not path.name.startswith((".", "__"))}
