@@ -182,6 +182,32 @@ def test_no_answer_breaks_a_check(number: str, answer: object) -> None:
     assert repr(verdict).startswith(f"{number}: not yet. ")
 
 
+@pytest.mark.parametrize(
+    ("number", "answer", "hint"),
+    [
+        ("00-1", 512, "the key alone"),
+        ("00-1", 4096, "Only KV heads"),
+        ("00-1", "1024", "Expected a whole number, got str"),
+        ("00-3", 7, "Expected a function, got int"),
+        ("00-3", lambda q, k, v, scale: 1 / 0, "It raised ZeroDivisionError: division by zero. Call it yourself"),
+        ("01-1", [20, 21, 22, 23, 12, 13], "lowest free page"),
+        ("01-2", 304, "page 0 is the sink"),
+        ("01-2", 336, "fewer slots would do"),
+        ("01-3", lambda pages, size, position: pages[0] * size + position, "expected slot"),
+        ("02-1", (1, 31), "Not that request"),
+        ("02-1", (2, 100), "Count the position"),
+        ("02-3", lambda table, rows, lens: (lens.cumsum(0), table[0]), "expected indptr [0, 3, 5], got [3, 5]"),
+        ("03-1", 0.25, "the weight of A"),
+        ("03-3", lambda scores, values, block: scores.exp() @ values / scores.exp().sum(), "holds inf or nan"),
+        ("04-2", 32, "fewer splits would do"),
+        ("04-3", "tile", "range of 97; at most 96"),
+        ("04-3", "nobody's", "policy: expected one of seed"),
+    ],
+)
+def test_a_typical_mistake_gets_a_hint(number: str, answer: object, hint: str) -> None:
+    assert hint in repr(check_exercise(number, answer))
+
+
 def test_an_unknown_exercise_is_named() -> None:
     with pytest.raises(ValueError, match="exercise: expected one of 00-1, .*, got '99-9'"):
         check_exercise("99-9", 1)
