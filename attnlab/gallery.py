@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from attnlab.inspect.samples import MODEL
-from attnlab.inspect.traffic import draw_decode_lens
-from attnlab.inspect.workbench import H200_MULTIPROCESSORS, workbench
+from attnlab.inspect.traffic import draw_decode_lens, scale_to
+from attnlab.inspect.workbench import H200_MULTIPROCESSORS, Workbench, workbench
 from attnlab.plan.policies.seed import Seed
 from attnlab.plan.policies.static import Static
 from attnlab.plan.policies.tile import Tile
@@ -43,13 +43,43 @@ def _view(lens: list[int], policy: SplitPolicy, ctx: SplitContext) -> ScheduleVi
     return replace(view, kv_heads=ctx.kv_heads, programs=schedule.programs)
 
 
+def _whole_text() -> Workbench:
+    return workbench(MODEL, lens=[2048], policy=Static(splits=8), engine="eager")
+
+
 def lse_merge() -> Picture:
     """Return the merges of a sink head and of a diffuse head."""
-    bench = workbench(MODEL, lens=[2048], policy=Static(splits=8), engine="eager")
-    return show(bench.merge(18, request=0, head=3), bench.merge(0, request=0, head=5))
+    bench = _whole_text()
+    merges = [bench.merge(layer, request=0, head=head) for layer, head in ((18, 3), (0, 5))]
+    return show(*(replace(merge, title=f"{merge.title.rpartition(',')[0]}, the whole text") for merge in merges))
 
 
-PICTURES: dict[str, Callable[[], Picture]] = {"split_schedule": split_schedule, "lse_merge": lse_merge}
+def attention_scores() -> Picture:
+    """Return what nine heads of layer 18 give to 2,048 tokens."""
+    return show(_whole_text().scores(18, request=0))
+
+
+def score_stages() -> Picture:
+    """Return what the scores of an induction head go through."""
+    return show(_whole_text().stages(18, request=0, head=6))
+
+
+def page_map() -> Picture:
+    """Return the pool of a small server, its pages mixed by requests that came and grew."""
+    lens = scale_to(draw_decode_lens("azure_llm_2023_conv", 9, seed=2), 600)
+    bench = workbench(MODEL, lens=lens, policy=Static(splits=8), engine="eager", layers=(18,), page_size=16)
+    for row in bench.table.rows[2:8:3]:
+        bench.pool.allocator.release(row)
+    return show(bench.pool.allocator)
+
+
+PICTURES: dict[str, Callable[[], Picture]] = {
+    "split_schedule": split_schedule,
+    "lse_merge": lse_merge,
+    "attention_scores": attention_scores,
+    "score_stages": score_stages,
+    "page_map": page_map,
+}
 
 
 def draw_gallery(folder: Path) -> list[Path]:

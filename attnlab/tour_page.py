@@ -28,7 +28,8 @@ p.note, footer { color: var(--soft); font-size: .88rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { white-space: nowrap; text-align: right; padding: .35rem .6rem; border-bottom: 1px solid var(--rule); }
 th { color: var(--soft); font-weight: normal; } th:first-child, td:first-child { text-align: left; }
-.table { overflow-x: auto; } .picture { overflow-x: auto; } .picture svg { width: 100%; min-width: 640px; height: auto; } code { font-size: .92em; }
+.table, .picture { overflow-x: auto; } .picture svg { width: 100%; min-width: 640px; height: auto; }
+code { font-size: .92em; }
 .dark { display: none; }
 @media (prefers-color-scheme: dark) { .light { display: none; } .dark { display: block; } }
 """
@@ -59,8 +60,8 @@ def page(result: TourResult, pictures: list[Picture]) -> str:
 <style>{_STYLE}</style></head>
 <body>
 <h1>A real model’s attention, cut, merged and checked</h1>
-<p>While a language model writes one token, each of its heads reads all earlier keys. To keep a whole GPU busy, that reading is
-cut into splits, and the partial answers are merged. A split policy decides where to cut.</p>
+<p>While a language model writes one token, each of its heads reads all earlier keys. To keep a whole GPU busy, that
+reading is cut into splits, and the partial answers are merged. A split policy decides where to cut.</p>
 <p>{escape(result.batch_words)} Queries, keys and values are those of SmolLM2-135M reading the Apache License 2.0, in
 layers 0, 18 and 23. A request that is shorter than the text is the end of it.</p>
 <div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>

@@ -586,7 +586,9 @@ def test_plans_with_several_lanes_name_their_layers():
     lanes = (lane(Seed(), (300, 20)), lane(Tile(), (300, 20)))
     lens = HostLens.of([300, 20], device=torch.device("cpu"))
     batch = DecodeBatch(rows=torch.tensor([0, 1]), seq=lens)
-    plan = DecodePlan(batch=batch, lanes=lanes, lane_of_layer={i: i % 2 for i in range(12)}, epoch=0)
+    plan = DecodePlan(
+        batch=batch, lanes=lanes, lane_of_layer={i: i % 2 for i in range(12)}, epoch=0, multiprocessors=None
+    )
     names = [view.name for view in schedule_views(plan)]
     assert names == ["seed, layers 0, 2, 4, 6, …", "tile, layers 1, 3, 5, 7, …"]
     assert len(show(plan).figure().axes) == 4

@@ -21,8 +21,9 @@ from attnlab.checks import require
 from attnlab.engines import Engine
 from attnlab.inspect.contents import is_recorded, layer_contents, token_texts
 from attnlab.inspect.merge import MergeSteps
-from attnlab.inspect.record import record
+from attnlab.inspect.record import Scores, record
 from attnlab.inspect.samples import LayerSample
+from attnlab.inspect.score_view import ScoreView, StageView
 from attnlab.memory.pool import KVPool
 from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.pools.mla import MLAPool
@@ -30,7 +31,7 @@ from attnlab.memory.requests import RequestTable
 from attnlab.plan.plans import DecodePlan
 from attnlab.plan.policy import HostPolicy, SplitPolicy
 from attnlab.spec import AttentionSpec, ModelSpec
-from attnlab.trace import Trace
+from attnlab.trace import STAGES, Trace
 
 H200_MULTIPROCESSORS = 132
 FILL_STEP = 16
@@ -130,6 +131,20 @@ class Workbench:
         with record(self.backend, **wanted) as trace:
             trace.tokens = tuple(self.tokens(request) for request in range(len(self.lens)))
             yield trace
+
+    def scores(self, layer: int, *, request: int) -> ScoreView:
+        """Decode a layer and return what each head of a request gives to each of its keys, ready to `show`."""
+        wanted = Scores(stages=("weights",), requests=(request,), pool="key")
+        with self.record(partials=False, scores=wanted) as trace:
+            self.decode(layer)
+        return ScoreView.of(trace, layer=layer, request=request)
+
+    def stages(self, layer: int, *, request: int, head: int) -> StageView:
+        """Decode a layer and return what one head's scores go through, stage by stage, ready to `show`."""
+        wanted = Scores(stages=STAGES, requests=(request,), heads=(head,), pool="key")
+        with self.record(partials=False, scores=wanted) as trace:
+            self.decode(layer)
+        return StageView.of(trace, layer=layer, request=request, head=head)
 
     def cached(self, layer: int, request: int) -> tuple[Tensor, Tensor]:
         """Return the K and V rows that were put into the cache for a request, as given: before any rounding."""

@@ -68,7 +68,7 @@ def decode_split(call: DecodeCall, *, target: Target) -> None:
 
     Computes: over the keys n of a segment, max = max s[n], sum = sum exp(s[n] - max), acc = sum exp(s[n] - max) v[n].
     Shapes: as `DecodeCall` has them; partials `[partials, group, ...]` fp32.
-    Grid: (segments, head tiles): a program owns one range of keys of one KV head, and up to 16 query heads of its group.
+    Grid: (segments, head tiles): a program owns a range of keys of one KV head, and up to 16 query heads of its group.
     A schedule that deals several segments to a program gives the same bits here; it is not what this kernel is for.
     Reads/writes: the keys and values of the segment's slots alone; of the partials, the segment's own row.
     """

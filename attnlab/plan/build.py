@@ -110,6 +110,7 @@ class Planner:
             lanes=tuple(self._lane(layers[0], rows, indptr, live, splits, lens) for layers, splits in pairs),
             lane_of_layer={layer.index: i for i, layers in enumerate(kinds.values()) for layer in layers},
             epoch=self.pool.epoch,
+            multiprocessors=self.multiprocessors,
         )
 
     def _rows(self, batch: DecodeBatch) -> Int[Tensor, " reqs"]:

@@ -48,13 +48,15 @@ class Lane:
 class DecodePlan:
     """A decode step: `lanes`, and for every layer number which lane it takes.
 
-    `epoch` is the pool's at the time of planning; attention refuses a plan of another one.
+    `epoch` is the pool's at the time of planning; attention refuses a plan of another one. `multiprocessors` is what the
+    policy counted with, None where unknown.
     """
 
     batch: DecodeBatch
     lanes: tuple[Lane, ...]
     lane_of_layer: dict[int, int]
     epoch: int
+    multiprocessors: int | None
 
     def lane(self, layer: int) -> Lane:
         """Return what this layer reads. Raises ValueError where the plan has no such layer."""

@@ -88,12 +88,13 @@ def schedule_views(
 ) -> tuple[ScheduleView, ...]:
     """Return what a picture shows of a plan: a view for each of its lanes. Waits for the device.
 
-    `name` replaces the policy's; `multiprocessors` lets the picture compare with an even share of the device.
+    `name` replaces the policy's; `multiprocessors` (a plan knows its own) gives waves and an even share of the device.
     """
     match x:
         case Workbench():
             return schedule_views(x.plan(), name=name, multiprocessors=multiprocessors)
         case DecodePlan():
+            multiprocessors = x.multiprocessors if multiprocessors is None else multiprocessors
             lanes = [schedule_views(lane, name=name, multiprocessors=multiprocessors)[0] for lane in x.lanes]
             return tuple(_with_layers(view, x, i) for i, view in enumerate(lanes))
         case Lane():

@@ -253,4 +253,6 @@ def _launch_words(view: ScheduleView) -> str:
     if view.kv_heads is None or view.working is None:
         return ranges
     words = f"{ranges} × {plural(view.kv_heads, 'KV head')} = {plural(view.working, 'program')} with keys"
+    if view.multiprocessors is not None:
+        words += f" = {view.working / view.multiprocessors:.2g} waves of {view.multiprocessors}"
     return words if view.spare is None else f"{words}, {view.spare:,} launched empty"
