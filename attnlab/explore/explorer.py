@@ -133,4 +133,4 @@ def _literal(value: object) -> str:
 
 
 def _narrow(width: str) -> dict[str, Any]:
-    return {"layout": widgets.Layout(width=width), "style": {"description_width": "initial"}}
+    return {"layout": widgets.Layout(width=width, margin="2px 1.2em 2px 0"), "style": {"description_width": "initial"}}
