@@ -48,8 +48,8 @@ class Lane:
 class DecodePlan:
     """A decode step: `lanes`, and for every layer number which lane it takes.
 
-    `epoch` is the pool's at the time of planning; attention refuses a plan of another one. `multiprocessors` is what the
-    policy counted with, None where unknown.
+    `epoch` is the pool's at the time of planning; attention refuses a plan of another one. `multiprocessors` is
+    what the policy counted with, None where unknown.
     """
 
     batch: DecodeBatch
