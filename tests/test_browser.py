@@ -232,9 +232,9 @@ def move(page: Any, explorer: int, control: str, to: str) -> float:
 
 
 MOVES = [
-    (0, "parameter", "ArrowRight", "tile 1024, "),
-    (0, "compare", "static", "compared with static 8"),
-    (0, "policy", "seed", "seed 8, "),
+    (0, "parameter", "ArrowRight", "tile 1024 cuts"),
+    (0, "compare", "static", "static 8 cuts"),
+    (0, "policy", "seed", "seed 8 cuts"),
     (1, "head", "4", "head 4"),
     (1, "splits", "ArrowLeft", "in 4 splits"),
 ]
@@ -261,6 +261,8 @@ def test_a_control_changes_picture_and_text(
         print(
             f"\nfrom control to picture, {theme}: {', '.join(f'{1000 * t:.0f}' for t in times)} ms; {tmp_path}", end=""
         )
+    tops = {round(page.locator(f".attnlab-{name}").bounding_box()["y"]) for name in ("policy", "parameter", "batch")}
+    assert len(tops) == 1  # one row
     assert page.evaluate("document.body.dataset.jpThemeLight") == str(theme == "light").lower()
     assert corner(page.locator(".attnlab-picture svg").first.screenshot()) == THEMES[theme].paper.lower()
     assert watched.complaints == []

@@ -95,7 +95,7 @@ def test_few_controls_each_with_a_class(kind: str) -> None:
     explorer = MADE[kind]()
     assert len(explorer.controls) <= MOST_CONTROLS
     for name, control in explorer.controls.items():
-        assert f"attnlab-{name}" in control._dom_classes
+        assert f"attnlab-{name}" in control.get_state()["_dom_classes"]
 
 
 def test_a_policy_brings_its_own_parameter_at_the_published_value() -> None:

@@ -27,7 +27,7 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 # The picture keeps its size where there is room: a control changes marks, never the layout.
 _PICTURE = "<style>.attnlab-picture svg {{ display: block; max-width: 100%; height: auto }}</style>{svg}"
-_WORDS = '<div role="status" aria-live="polite" style="line-height: 1.4">{words}</div>'
+_WORDS = '<div role="status" aria-live="polite" style="font-size: .92em; line-height: 1.4">{words}</div>'
 _TROUBLE = "<b>{kind}:</b> {message}. The picture is still that of the choice before."
 
 

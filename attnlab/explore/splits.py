@@ -50,8 +50,8 @@ class SplitsExplorer(Explorer):
             {
                 "policy": dropdown("policy", names, policy, width="10em"),
                 "parameter": _parameter_slider(policy, value),
-                "compare": dropdown("compare with", [nothing, *names], compare or NOTHING, width="14em"),
-                "batch": dropdown("batch", batch.options(), batch.chosen, width="24em"),
+                "compare": dropdown("compare with", [nothing, *names], compare or NOTHING, width="12.5em"),
+                "batch": dropdown("batch", batch.options(), batch.chosen, width="20.5em"),
             }
         )
 
@@ -81,7 +81,7 @@ class SplitsExplorer(Explorer):
         if other is not None and other != chosen[0]:  # compared with itself a policy would be seen twice
             chosen.append(other)
         views = [schedule_of(policy, lens, ctx) for policy in chosen]
-        words = "; compared with ".join(_view_words(view) for view in views)
+        words = "; ".join(_view_words(view) for view in views)
         batch = f"{plural(len(lens), 'request')}, {plural(sum(lens), 'key')} ({_batch_words(state)})"
         return show(*views, theme=state["theme"]), f"{batch}: {words}."
 
@@ -107,8 +107,8 @@ def explore_splits(
 
     >>> explorer = explore_splits(policy="tile", tile=512, compare="seed", lens=[4096, 900])
     >>> explorer.controls["parameter"].value = 1024
-    >>> explorer.words
-    '2 requests, 4,996 keys (given): tile 1024, 5 ranges, the longest of 1,024 keys; compared with seed 8, ...'
+    >>> print(explorer.words.split(": ")[1])
+    tile 1024 cuts 5 ranges up to 1,024 keys; seed 8 cuts 10 ranges up to 512 keys.
     """
     names = split_policies.names()
     one_of("policy", policy, names)
@@ -208,7 +208,7 @@ class _Batch:
     def options(self) -> list[Option]:
         """Return the control's options; the values are (trace, seed), or GIVEN."""
         seeds = sorted({*SEEDS, self.seed})
-        drawn: list[Option] = [(f"{trace}, seed {seed}", (trace, seed)) for trace in trace_names() for seed in seeds]
+        drawn: list[Option] = [(_draw_words(trace, seed), (trace, seed)) for trace in trace_names() for seed in seeds]
         return drawn if self.given is None else [(f"the given lengths ({len(self.given)})", GIVEN), *drawn]
 
     def arguments(self, chosen: Any) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def _value_of(policy: str, given: dict[str, int]) -> int | None:
 
 
 def _parameter_slider(policy: str, value: int | None) -> Any:
-    made = slider("", [("", 0)], 0, width="19em")
+    made = slider("", [("", 0)], 0, width="17em")
     _offer(made, policy, value)
     return made
 
@@ -259,8 +259,13 @@ def _offer(control: Any, policy: str, value: int | None = None) -> None:
 def _view_words(view: ScheduleView) -> str:
     longest = max((end - start for mine in view.ranges for start, end in mine), default=0)
     count = sum(len(mine) for mine in view.ranges)
-    return f"{view.name}, {plural(count, 'range')}, the longest of {plural(longest, 'key')}"
+    return f"{view.name} cuts {plural(count, 'range')} up to {plural(longest, 'key')}"
 
 
 def _batch_words(state: dict[str, Any]) -> str:
-    return "given" if "lens" in state else f"{state['trace']}, seed {state['seed']}"
+    return "given" if "lens" in state else _draw_words(state["trace"], state["seed"])
+
+
+def _draw_words(trace: str, seed: int) -> str:
+    words = trace.split("_")
+    return f"{words[0]} {words[-1]}, seed {seed}"
