@@ -6,6 +6,7 @@ engine, policy, scratch, and a tracer while somebody records. The plan is an arg
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from attnlab.batch import DecodeBatch
@@ -26,10 +27,11 @@ from attnlab.trace import Tracer
 class AttentionBackend:
     """Plans and runs attention over a paged cache.
 
-    `policy` and `engine` are names or objects; neither has a default. `multiprocessors` is what policies count with; on
-    a CPU it may be that of the GPU one studies, or None where unknown. Scratch for batches of up to `max_requests`
-    requests and `max_tokens` tokens is allocated here, once. Without shared slots no batch has more tokens than the
-    pool has slots, which is what `max_tokens` is unless it is given.
+    `policy` and `engine` are names or objects; neither has a default. `multiprocessors` is what policies count
+    with; on a CPU it may be that of the GPU one studies, or None where unknown. Scratch for batches of up to
+    `max_requests` requests and `max_tokens` tokens is allocated here, once; calls share it, so one thread (and
+    stream) at a time. Without shared slots no batch has more tokens than the pool has slots, which is what
+    `max_tokens` is unless it is given.
 
     The parts by hand, for one request of five tokens (`attnlab.workbench` does the same in a line):
 
@@ -92,6 +94,7 @@ class AttentionBackend:
         """Return the plan of a step; raise before any list is gathered where the batch cannot be served."""
         return self.planner.build(batch, max_ranges=self.workspace.max_ranges)
 
+    @torch.no_grad()
     def decode(
         self,
         layer: int,

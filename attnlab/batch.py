@@ -7,6 +7,7 @@ a length back.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -149,7 +150,8 @@ class DecodeBatch:
     @classmethod
     def of(cls, *, rows: Sequence[int], lens: Sequence[int], device: torch.device | str) -> DecodeBatch:
         """Return a batch whose rows and lengths the host knows; `device` is the pool's."""
-        return cls(rows=torch.tensor(rows, dtype=torch.int64), seq=HostLens.of(lens, device=device))
+        whole = [operator.index(row) for row in rows]
+        return cls(rows=torch.tensor(whole, dtype=torch.int64), seq=HostLens.of(lens, device=device))
 
     def __post_init__(self) -> None:
         tensor("rows", self.rows, shape=["reqs"], dtype=(torch.int32, torch.int64))

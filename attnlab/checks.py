@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+FP32 = torch.finfo(torch.float32)
+
 
 def require(condition: bool, message: str, error: type[Exception] = ValueError) -> None:
     """Raise `error(message)` unless `condition` holds."""
@@ -15,13 +17,23 @@ def require(condition: bool, message: str, error: type[Exception] = ValueError) 
 
 
 def positive(name: str, value: int) -> int:
-    """Return `value`, an int of at least 1, or raise."""
+    """Return `value`, an int of at least 1 that kernels can hold in 32 bits, or raise."""
     require(
-        isinstance(value, int) and not isinstance(value, bool),
-        f"{name}: expected an int, got {value!r}",
-        TypeError,
+        isinstance(value, int) and not isinstance(value, bool), f"{name}: expected an int, got {value!r}", TypeError
     )
     require(value >= 1, f"{name}: expected at least 1, got {value}")
+    require(value < 2**31, f"{name}: expected less than 2^31, got {value:,}")
+    return value
+
+
+def number(name: str, value: float, *, positive: bool) -> float:
+    """Return `value`, a Python number that fp32 can hold, or raise: kernels take their scalars so."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a Python number, got {describe(value)}; pass float({name})")
+    low, high = FP32.tiny, FP32.max
+    size_fits = abs(value) <= high and (value >= low if positive else True)
+    wanted = f"a positive number from {low:.2g} to {high:.2g}" if positive else f"a number of at most {high:.2g}"
+    require(size_fits, f"{name}: expected {wanted} (fp32), got {value}")
     return value
 
 
@@ -96,6 +108,18 @@ def contiguous(name: str, x: Tensor) -> Tensor:
     if not x.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}; pass {name}.contiguous()")
     return x
+
+
+def own_memory(name: str, x: Tensor, others: dict[str, Tensor | None]) -> None:
+    """Raise unless `x`, which is written, repeats no element and shares its memory with none of the others."""
+    repeats = any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
+    require(not repeats, f"{name}: is expanded, so that several results would be one element; pass {name}.contiguous()")
+    memory = x.untyped_storage().data_ptr()
+    for other, y in others.items():
+        if y is not None and x.numel() and y.numel() and y.untyped_storage().data_ptr() == memory:
+            raise ValueError(
+                f"{name}: shares its memory with {other}, which the call reads or writes too; allocate it apart"
+            )
 
 
 def last_axis_contiguous(name: str, x: Tensor) -> Tensor:

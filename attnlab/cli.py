@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         status: int | None = args.run(import_module(_HOME[args.command]), args)
-    except (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as error:
+    except (ValueError, OSError) as error:
         print(f"attnlab {args.command}: {error}", file=sys.stderr)
         return 2
     except ImportError as error:

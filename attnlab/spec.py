@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnlab.assets import load_json
-from attnlab.checks import positive, require
+from attnlab.checks import number, positive, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,12 @@ class ScoreMod:
     torch: Callable[..., Tensor]
     triton: Any
     needs_aux: bool
+
+    def __post_init__(self) -> None:
+        for half in ("torch", "triton"):
+            value = getattr(self, half)
+            given = value is not None and not isinstance(value, str)
+            require(given, f"{half}: score modifier {self.name!r} needs both halves, got {value!r}", TypeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,17 +74,12 @@ class AttentionSpec:
             self.heads % self.kv_heads == 0,
             f"heads: expected a multiple of kv_heads {self.kv_heads}, got {self.heads}; every KV head serves as many",
         )
-        require(
-            float("-inf") < self.scale < float("inf"),
-            f"scale: expected a finite number, got {self.scale}",
-        )
+        number("scale", self.scale, positive=False)
         for name in ("window", "chunk", "temperature_len"):
             if getattr(self, name) is not None:
                 positive(name, getattr(self, name))
-        require(
-            self.softcap is None or 0 < self.softcap < float("inf"),
-            f"softcap: expected a positive finite number or None, got {self.softcap}",
-        )
+        if self.softcap is not None:
+            number("softcap", self.softcap, positive=True)
         require(
             self.temperature_len != 1,
             "temperature_len: expected more than 1 or None, got 1, whose logarithm would divide by zero",

@@ -7,6 +7,7 @@ themselves. No GPU, no download.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -140,7 +141,8 @@ def _worst(bench: Workbench, truth: dict[int, Tensor], step: Callable[[str], Non
     for layer in bench.layers:
         q, k, v = bench.newest(layer)
         out = bench.backend.decode(layer, q.float(), k, v, plan)
-        worst = max(worst, float((out.cpu().double() - truth[layer]).abs().max()))
+        error = float((out.cpu().double() - truth[layer]).abs().max())
+        worst = error if math.isnan(error) else max(worst, error)  # max(0.0, nan) would be 0.0
         step(f"{bench.backend.policy.name}, layer {layer}, {bench.backend.engine.name}")
     return worst
 

@@ -132,6 +132,8 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         """Write the trace as one safetensors file; its header carries everything that is no tensor, as JSON."""
+        path = Path(path)
+        require(path.parent.is_dir(), f"trace: there is no folder {path.parent} to save into; make it first")
         tensors = {f"{i}.{name}": x.contiguous() for i, call in enumerate(self.calls) for name, x in call._tensors()}
         document = {
             "format": FORMAT,
@@ -139,7 +141,7 @@ class Trace:
             "left_out": self.left_out,
             "tokens": self.tokens,
         }
-        save_file(tensors, Path(path), metadata={"attnlab_trace": json.dumps(document)})
+        save_file(tensors, path, metadata={"attnlab_trace": json.dumps(document)})
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
@@ -157,7 +159,7 @@ class Trace:
             raise ValueError(f"trace: {path} is a safetensors file, but no trace of attnlab's")
         try:
             return _trace_of(json.loads(header), tensors)
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+        except (KeyError, TypeError, IndexError, ValueError, OverflowError, RecursionError, AttributeError) as error:
             raise ValueError(
                 f"trace: the header of {path} is damaged, or disagrees with its tensors ({error!r})"
             ) from error

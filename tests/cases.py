@@ -98,6 +98,7 @@ CASES = [
     Case(id="mha-dim-80", why="two column tiles without a dot", heads=2, kv_heads=2, qk_dim=80, v_dim=80),
     Case(id="pages-4", why="page-major buffer with a page stride of its own", page_size=4, layout="pages"),
     Case(id="pages-16-mha", why="as pages-4, one query head a program", page_size=16, layout="pages", heads=2),
+    Case(id="pages-1", why="page-major with one slot a page", page_size=1, layout="pages"),
     Case(id="page-4-by-slot", why="pages in the allocator only", page_size=4),
     Case(id="softcap", why="cap after the scale", softcap=5.0),
     Case(id="temperature", why="scores grow past a length", temperature_len=32),

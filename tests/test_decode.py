@@ -147,7 +147,7 @@ def test_a_modifier_that_hides_a_whole_split_gives_no_nan(engine: str, device: s
 
 
 @engines
-@pytest.mark.parametrize("sink", [float("-inf"), -10.0, 0.0, 10.0, 100.0])
+@pytest.mark.parametrize("sink", [float("-inf"), -10.0, 0.0, 10.0, 100.0, float("inf")])
 def test_a_sink_counts_once_whatever_the_splits(engine: str, device: str, sink: float) -> None:
     """B11: a sink in every split's denominator would be off by 1e-2."""
     for policy in ("static", "tile"):
@@ -232,6 +232,63 @@ def test_strided_queries_and_outputs(engine: str, device: str) -> None:
     stand.backend.decode(1, wide[..., 7:39], None, None, stand.plan(), **given)
     assert torch.equal(out[:, 1:, 5:37], want)
     assert int(torch.isnan(out).sum()) == out.numel() - want.numel()
+
+
+@engines
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_queries_may_be_a_slice_of_a_fused_projection(engine: str, device: str, dtype: torch.dtype) -> None:
+    stand = Stand(TOY.but(dtype=dtype, kv_dtype=dtype, mod="relative_bias"), engine, device)
+    want = stand.run()[0]
+    fused = torch.full((4, 24, 32), float("nan"), dtype=dtype, device=device)
+    fused[:, 8:16] = stand.q
+    stand.q = fused[:, 8:16]
+    assert torch.equal(stand.run()[0], want)
+
+
+@engines
+def test_a_modifiers_change_to_its_lengths_stays_its_own(engine: str, device: str) -> None:
+    class Greedy(Static):
+        def sizes(self, lens, ctx):
+            lens.clamp_(min=40)
+            return super().sizes(lens, ctx)
+
+        sizes_triton = sizes
+
+    stand = Stand(TOY.but(lens=(5, 0, 200), policy=Greedy()), engine, device)
+    stand.check()
+
+
+@engines
+def test_lengths_that_change_behind_the_hosts_back_overrun_nothing(engine: str, device: str) -> None:
+    """A server that bumps lengths in place: the plan stays inside what it was told."""
+    stand = Stand(TOY.but(lens=(100, 1, 1)), engine, device)
+    batch = stand.batch
+    batch.seq.device.fill_(100)
+    lane = stand.backend.plan(batch).lanes[0]
+    assert int(lane.layout.index.indptr[-1]) <= 102
+
+
+@engines
+@pytest.mark.parametrize("cap", [50.0, 1e3, 1e6, 1e9])
+def test_a_cap_far_above_the_scores_changes_nothing(engine: str, device: str, cap: float) -> None:
+    plain = Stand(TOY, engine, device).run()[0]
+    capped = Stand(TOY.but(softcap=cap), engine, device).run()[0]
+    if cap >= 1e6:
+        torch.testing.assert_close(capped, plain, **OUTPUT[torch.float32])
+    Stand(TOY.but(softcap=cap), engine, device).check()
+
+
+@engines
+def test_a_pool_is_no_part_of_autograds_graph(engine: str, device: str) -> None:
+    stand = Stand(TOY, engine, device)
+    k = torch.randn(4, 2, 32, device=device, requires_grad=True)
+    q = stand.q.clone().requires_grad_()
+    out = stand.backend.decode(1, q, k, k.clone(), stand.plan())
+    assert not (
+        out.requires_grad
+        or stand.pool.view(1).k.requires_grad
+        or stand.backend.partials(1, stand.plan()).acc.requires_grad
+    )
 
 
 @engines

@@ -11,7 +11,9 @@ import torch
 
 import attnlab
 from attnlab.batch import DecodeBatch, DeviceLens
+from attnlab.memory.pool import KVView
 from attnlab.plan.schedule import Schedule
+from attnlab.spec import AttentionSpec, ScoreMod
 from tests.cases import CASES, ENGINES, Stand
 
 TOY = CASES[0]
@@ -61,6 +63,20 @@ BAD_CALLS: dict[str, tuple[Callable[[Stand, dict[str, object]], None], str]] = {
     "lse of another dtype": (
         lambda s, a: a.update(lse=torch.zeros(4, 8, dtype=torch.float64, device=s.device)),
         r"lse: expected \[4, 8\] float32 .*got \[4, 8\] float64",
+    ),
+    "out over the pool": (
+        lambda s, a: a.update(out=s.pool.view(1).k.view(-1)[:1024].view(4, 8, 32)),
+        r"out: shares its memory with the pool's keys",
+    ),
+    "out and lse in one": (
+        lambda s, a: a.update(
+            out=(both := torch.zeros(2048, device=s.device))[:1024].view(4, 8, 32), lse=both[1024:1056].view(4, 8)
+        ),
+        r"lse: shares its memory with out",
+    ),
+    "an lse that is one number": (
+        lambda s, a: a.update(lse=torch.zeros(1, 1, device=s.device).expand(4, 8)),
+        r"lse: is expanded",
     ),
     "a plan after slots were freed": (
         lambda s, a: s.pool.allocator.release("hole"),
@@ -140,3 +156,25 @@ def test_a_request_longer_than_the_recorded_text_is_told_what_to_do() -> None:
 def test_a_public_name_that_does_not_exist() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'workbnech'; its names are .*workbench"):
         attnlab.workbnech  # noqa: B018
+
+
+def test_values_taken_from_the_pool_itself_are_stored_whole() -> None:
+    stand = Stand(TOY, "eager", ENGINES[0][1])
+    view, slots = stand.pool.view(1), stand.table.slots_of(stand.rows[2])[:4].long()
+    source = view.v[slots[:2]].clone()
+    stand.pool.write(1, slots[2:], view.k[slots[:2]], view.v[int(slots[0]) : int(slots[0]) + 1].expand(2, 2, 32))
+    assert torch.equal(view.v[slots[2]], source[0]) and torch.equal(view.v[slots[3]], source[0])
+
+
+def test_numbers_that_kernels_cannot_take_are_refused_early() -> None:
+    good = {"heads": 2, "kv_heads": 1, "qk_dim": 8, "v_dim": 8}
+    for scale in (torch.tensor(0.5), True, 1e39, float("nan")):
+        with pytest.raises((TypeError, ValueError), match="scale: expected a"):
+            AttentionSpec(**good, scale=scale)
+    with pytest.raises(TypeError, match=r"softcap: expected a Python number, got .*pass float\(softcap\)"):
+        AttentionSpec(**good, scale=0.5, softcap=torch.tensor(5.0))
+    rows = torch.zeros(4, 1, 8)
+    with pytest.raises(ValueError, match="k_scale: expected a positive number"):
+        KVView(k=rows, v=rows, k_scale=1e-45)
+    with pytest.raises(TypeError, match="triton: score modifier 'half' needs both halves, got None"):
+        ScoreMod(name="half", torch=lambda *a: a[0], triton=None, needs_aux=False)

@@ -353,18 +353,18 @@ def test_scales_divide_what_is_stored_each_its_own(layout: Any) -> None:
 
 def test_fp8_rounds_to_within_half_a_step() -> None:
     x = torch.linspace(0.02, 20, 4001)
-    back = quantize(x, 0.05, FP8).float() * 0.05
+    back = quantize(x, 0.05, torch.empty(0, dtype=FP8)).float() * 0.05
     assert ((back - x).abs() <= x * 2**-4 * (1 + 2**-20)).all()
 
 
 @pytest.mark.parametrize("value", [449.0, 1e6, float("inf")])
 def test_fp8_saturates_at_its_largest_value(value: float) -> None:
-    stored = quantize(torch.tensor([value, -value, 448.0]), 1.0, FP8).float()
+    stored = quantize(torch.tensor([value, -value, 448.0]), 1.0, torch.empty(0, dtype=FP8)).float()
     assert stored.tolist() == [FP8_MAX, -FP8_MAX, FP8_MAX]
 
 
 def test_a_nan_stays_one_in_fp8() -> None:
-    assert quantize(torch.tensor([float("nan")]), 0.05, FP8).float().isnan().all()
+    assert quantize(torch.tensor([float("nan")]), 0.05, torch.empty(0, dtype=FP8)).float().isnan().all()
 
 
 def test_a_page_of_all_layers_is_one_piece() -> None:
@@ -469,7 +469,7 @@ def test_an_unknown_layout_is_named() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_scale_that_is_no_positive_number_is_refused(scale: float) -> None:
-    with pytest.raises(ValueError, match="v_scale: expected a positive finite number, got"):
+    with pytest.raises(ValueError, match="v_scale: expected a positive number"):
         MHAPool(model(), num_slots=8, device=DEVICE, v_scale=scale)
 
 

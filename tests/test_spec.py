@@ -48,14 +48,14 @@ def test_every_kv_head_serves_as_many_query_heads() -> None:
 
 @pytest.mark.parametrize("scale", [float("inf"), float("nan")])
 def test_a_scale_is_finite(scale: float) -> None:
-    with pytest.raises(ValueError, match="scale: expected a finite number"):
+    with pytest.raises(ValueError, match="scale: expected a number of at most"):
         attention(scale=scale)
 
 
 @pytest.mark.parametrize("softcap", [0.0, -5.0, float("inf"), float("nan")])
 def test_a_soft_cap_is_a_positive_finite_number(softcap: float) -> None:
     """An infinite cap would multiply infinity by tanh(0)."""
-    with pytest.raises(ValueError, match="softcap: expected a positive finite number or None"):
+    with pytest.raises(ValueError, match="softcap: expected a positive number"):
         attention(softcap=softcap)
 
 

@@ -7,6 +7,7 @@ bytes are those of the keys and values that must be read once.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -15,6 +16,7 @@ import torch
 
 from attnlab.backend import AttentionBackend
 from attnlab.batch import DecodeBatch
+from attnlab.checks import require
 from attnlab.eager import oracle
 from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.requests import RequestTable
@@ -94,7 +96,9 @@ def measure(shape: DecodeShape, policy: str, *, checked: int = 2) -> DecodeTime:
     for row in table.rows[:checked]:
         slots = table.slots_of(row).long()
         want, _ = oracle.attention(q[row], view.k[slots], view.v[slots], scale=shape.dim**-0.5)
-        error = max(error, float((out[row].double() - want).abs().max()))
+        off = float((out[row].double() - want).abs().max())
+        require(math.isfinite(off), f"decode under {policy!r} gave numbers that are not finite", RuntimeError)
+        error = max(error, off)
     return DecodeTime(policy=policy, time_us=_graph_time_us(call), max_error=error)
 
 

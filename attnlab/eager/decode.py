@@ -52,8 +52,9 @@ def decode_merge(call: DecodeCall) -> None:
     if call.sinks is not None:
         sink = call.sinks.float().reshape(spec.kv_heads, spec.group).repeat(rows // spec.kv_heads, 1)
         top = torch.maximum(maximum, sink)
-        fade = torch.exp(maximum - _finite(top))
-        total = total * fade + torch.exp(sink - _finite(top))
+        endless = sink == float("inf")  # takes everything; exp(inf - inf) would be NaN
+        fade = torch.where(endless, 0.0, torch.exp(maximum - _finite(top)))
+        total = total * fade + torch.where(endless, 1.0, torch.exp(sink - _finite(top)))
         acc, maximum = acc * fade[..., None], top
     safe = torch.where(total == 0, 1.0, total)
     call.out.copy_((acc / safe[..., None] * call.view.v_scale).view(call.out.shape))

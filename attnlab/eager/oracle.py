@@ -50,6 +50,6 @@ def attention(
         everything = scores if sinks is None else torch.cat([scores, sinks[head].double().reshape(1)])
         if everything.numel():
             lse[head] = torch.logsumexp(everything, 0)
-        if torch.isfinite(lse[head]):
+        if lse[head] != -math.inf and (sinks is None or sinks[head] != math.inf):
             out[head] = torch.exp(scores - lse[head]) @ v[:, kv_head]
     return out, lse

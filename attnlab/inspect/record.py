@@ -120,10 +120,15 @@ class Recorder:
     def times_for(self, layer: int, lane: Lane) -> Tensor | None:
         """Return room for multiprocessor, start and end of every program, where times are wanted."""
         _refuse_capture()
-        if not self.times or not self._looks_at(layer):
+        if not self._looks_at(layer):
             return None
-        group = self.backend.model.layer(layer).attention.group
-        shape = (lane.schedule.segments.shape[0], -(-group // HEAD_TILE), 3)
+        spec = self.backend.model.layer(layer).attention
+        if self.scores is not None:  # here, since nothing was stored yet
+            _check_members("requests", self.scores.requests or (), lane.splits.reqs)
+            _check_members("heads", self.scores.heads or (), spec.heads)
+        if not self.times:
+            return None
+        shape = (lane.schedule.segments.shape[0], -(-spec.group // HEAD_TILE), 3)
         return torch.zeros(shape, dtype=torch.int64, device=lane.schedule.segments.device)
 
     def decoded(self, call: DecodeCall) -> None:
@@ -169,8 +174,6 @@ class Recorder:
         reqs = len(splits.ranges)
         requests = range(reqs) if wanted.requests is None else wanted.requests
         heads = tuple(range(call.spec.heads)) if wanted.heads is None else wanted.heads
-        _check_members("requests", requests, reqs)
-        _check_members("heads", heads, call.spec.heads)
         for request in requests:
             keys = splits.lens[request]
             edges = _edges(wanted, keys, splits.ranges[request], self.backend.pool.page_size)

@@ -1,7 +1,8 @@
 """Split-KV decode: every range of keys is attended on its own, then the partial results are merged.
 
-Reference: decode_attention_fwd, its normal (one query head a program) and its grouped kernel; here one text, since they
-differ in how a tile of queries meets a tile of keys and in nothing else. What a program reads comes from the schedule.
+Reference: decode_attention_fwd, its normal (one query head a program) and its grouped kernel; here one text, since
+they differ in how a tile of queries meets a tile of keys and in nothing else. What a program reads comes from the
+schedule.
 Source of the method: Flash-Decoding (Dao et al., 2023), online softmax (Milakov and Gimelshein, 2018).
 """
 
@@ -68,8 +69,9 @@ def decode_split(call: DecodeCall, *, target: Target) -> None:
 
     Computes: over the keys n of a segment, max = max s[n], sum = sum exp(s[n] - max), acc = sum exp(s[n] - max) v[n].
     Shapes: as `DecodeCall` has them; partials `[partials, group, ...]` fp32.
-    Grid: (segments, head tiles): a program owns a range of keys of one KV head, and up to 16 query heads of its group.
-    A schedule that deals several segments to a program gives the same bits here; it is not what this kernel is for.
+    Grid: (segments, head tiles): a program owns a range of keys of one KV head, and up to 16 query heads of its
+    group. A schedule that deals several segments to a program gives the same bits here; it is not what this kernel
+    is for.
     Reads/writes: the keys and values of the segment's slots alone; of the partials, the segment's own row.
     """
     q, view, spec, lane, partials = call.q, call.view, call.spec, call.lane, call.partials
@@ -77,9 +79,11 @@ def decode_split(call: DecodeCall, *, target: Target) -> None:
     if segments == 0:
         return
     constants, options = split_constants(spec=spec, view=view, target=target, q_dtype=q.dtype)
+    q = lifted(q, target)
     bias = q if call.aux is None else call.aux  # any tensor will do where no modifier reads it
+    k_slot, v_slot = slot_stride(view, view.k), slot_stride(view, view.v)
     _decode_split_kernel[(segments, -(-spec.group // HEAD_TILE))](
-        lifted(q, target),
+        q,
         view.k,
         view.v,
         lane.layout.index.slots,
@@ -95,11 +99,11 @@ def decode_split(call: DecodeCall, *, target: Target) -> None:
         1.0 if spec.softcap is None else spec.softcap,
         q.stride(0),
         q.stride(1),
-        view.k.stride(0),  # between pages; by slot, PAGE_SIZE is 1 and it goes unread
-        view.k.stride(-3),
+        view.k.stride(0),  # between pages; where PAGE_SIZE is 1 it goes unread
+        k_slot,
         view.k.stride(-2),
         view.v.stride(0),
-        view.v.stride(-3),
+        v_slot,
         view.v.stride(-2),
         bias.stride(0),
         bias.stride(1),
@@ -192,6 +196,11 @@ def _compute_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
     return q_dtype if kv_dtype == torch.float8_e4m3fn else torch.promote_types(q_dtype, kv_dtype)
 
 
+def slot_stride(view: KVView, x: Tensor) -> int:
+    """Return the elements between two slots of a view's `k` or `v`, within a page or, with one slot a page, between."""
+    return x.stride(0) if view.page_size == 1 else x.stride(-3)
+
+
 def lifted(q: Tensor, target: Target) -> Tensor:
     return q.float() if target.kind == "interpreter" else q
 
@@ -244,12 +253,15 @@ def _decode_split_kernel(
     # 1. What is mine: a range of one request's keys, for one KV head. Strides may be large: offsets are 64-bit.
     segment = segments_ptr + tl.program_id(0) * 5
     req = tl.load(segment).to(tl.int64)
-    kv_head = tl.load(segment + 1).to(tl.int64)
+    kv_head = tl.load(segment + 1)
     first = tl.load(segment + 2)
     last = tl.load(segment + 3)
+    # Before the return: Triton 3.6 then keeps 64 registers instead of 72, which is one more program a multiprocessor.
+    partial = tl.load(segment + 4).to(tl.int64)
     if first >= last:
         return
-    partial = tl.load(segment + 4).to(tl.int64)
+    k_head_ptr = k_ptr + kv_head.to(tl.int64) * k_stride_head
+    v_head_ptr = v_ptr + kv_head.to(tl.int64) * v_stride_head
     list_start = tl.load(indptr_ptr + req)
     list_end = tl.load(indptr_ptr + req + 1)
     start = tl.load(start_ptr + req)
@@ -260,7 +272,7 @@ def _decode_split_kernel(
     member = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = member < GROUP
     head = kv_head * GROUP + member
-    q_rows = q_ptr + req * q_stride_token + head * q_stride_head
+    q_rows = q_ptr + req * q_stride_token + head.to(tl.int64) * q_stride_head
     q = load_tile(q_rows, mask_h, 0, BLOCK_D, QK_DIM, COMPUTE)
     if BLOCK_R > 0:
         q_rest = load_tile(q_rows, mask_h, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE)
@@ -273,7 +285,7 @@ def _decode_split_kernel(
         entry = at + tl.arange(0, BLOCK_N)
         mask_n = entry < last
         slots = tl.load(slots_ptr + list_start + entry, mask=mask_n, other=0)
-        k_rows = k_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE) + kv_head * k_stride_head
+        k_rows = k_head_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE)
         k = load_tile(k_rows, mask_n, 0, BLOCK_D, QK_DIM, COMPUTE)
         products = dots(q, k, PACKED)
         if BLOCK_R > 0:
@@ -302,7 +314,7 @@ def _decode_split_kernel(
         if V_IS_K_TILE:
             v = k
         else:
-            v_rows = v_ptr + slot_offsets(slots, v_stride_page, v_stride_slot, PAGE_SIZE) + kv_head * v_stride_head
+            v_rows = v_head_ptr + slot_offsets(slots, v_stride_page, v_stride_slot, PAGE_SIZE)
             v = load_tile(v_rows, mask_n, 0, BLOCK_V, V_DIM, COMPUTE)
         acc = acc * fade[:, None] + weighted_sum(p, v, PACKED, BLOCK_N)
         running_sum = running_sum * fade + tl.sum(p, 1)
@@ -381,9 +393,11 @@ def _decode_merge_kernel(
         sink = tl.load(sinks_ptr + head).to(tl.float32)
         new_max = tl.maximum(running_max, sink)
         shift = finite_or_zero(new_max)
-        fade = tl.exp(running_max - shift)
+        # A sink of +inf takes everything: exp(inf - inf) would be NaN.
+        endless = sink == float("inf")
+        fade = tl.where(endless, 0.0, tl.exp(running_max - shift))
         acc = acc * fade
-        running_sum = running_sum * fade + tl.exp(sink - shift)
+        running_sum = running_sum * fade + tl.where(endless, 1.0, tl.exp(sink - shift))
         running_max = new_max
 
     # 4. Normalise. Nothing seen: out 0, lse -inf.

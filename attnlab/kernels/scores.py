@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnlab._triton import jit, tl
 from attnlab.kernels.core import dots, load_tile, score_pipeline, slot_offsets
-from attnlab.kernels.decode import HEAD_TILE, lifted, split_constants
+from attnlab.kernels.decode import HEAD_TILE, lifted, slot_stride, split_constants
 from attnlab.kernels.target import Target
 from attnlab.plan.call import DecodeCall
 from attnlab.spec import AttentionSpec
@@ -38,10 +38,11 @@ def decode_scores(call: DecodeCall, spec: AttentionSpec, *, requests: Tensor, ma
     if rows == 0 or max_keys == 0:
         return out
     constants, options = split_constants(spec=spec, view=view, target=target, q_dtype=q.dtype)
+    q = lifted(q, target)
     key_tiles = -(-max_keys // constants["BLOCK_N"])
     bias = q if aux is None else aux  # any tensor will do where no modifier reads it
     _decode_scores_kernel[(key_tiles, spec.kv_heads * -(-spec.group // HEAD_TILE), rows)](
-        lifted(q, target),
+        q,
         view.k,
         layout.index.slots,
         layout.index.indptr,
@@ -55,7 +56,7 @@ def decode_scores(call: DecodeCall, spec: AttentionSpec, *, requests: Tensor, ma
         q.stride(0),
         q.stride(1),
         view.k.stride(0),
-        view.k.stride(-3),
+        slot_stride(view, view.k),
         view.k.stride(-2),
         bias.stride(0),
         bias.stride(1),

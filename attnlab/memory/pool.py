@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attnlab.checks import last_axis_contiguous, require, tensor
+from attnlab.checks import last_axis_contiguous, number, require, tensor
 from attnlab.memory.slots import SlotAllocator
 from attnlab.spec import AttentionSpec
 
@@ -46,7 +46,7 @@ class KVView:
             f"got {list(self.v.shape)} {self.v.dtype} {self.v.device}",
         )
         for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
-            require(0 < scale < float("inf"), f"{name}: expected a positive finite number, got {scale}")
+            number(name, scale, positive=True)
         is_view = self.v.data_ptr() == self.k.data_ptr() and self.v.stride() == self.k.stride()
         require(
             not self.v_in_k or (is_view and self.v.shape[-1] <= self.k.shape[-1]),
@@ -123,14 +123,20 @@ def check_storage(name: str, dtype: torch.dtype) -> None:
     require(dtype in STORAGE_DTYPES, f"{name}: expected one of {known}, got {dtype!r}", TypeError)
 
 
-def quantize(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return `x / scale` in the storage dtype, saturated at the largest fp8 value where that is the storage."""
+def quantize(x: Tensor, scale: float, storage: Tensor) -> Tensor:
+    """Return `x / scale` as the storage holds it, saturated at its dtype's largest number, in memory of its own.
+
+    Not every version of torch saturates: some give NaN or infinity, which one outlier would spread over a whole
+    request.
+    """
     if scale != 1.0:
         x = x.float() / scale
-    if dtype == torch.float8_e4m3fn:
-        # Not every version of torch saturates: some give NaN, which one outlier would spread over a whole request.
-        x = x.float().clamp(-FP8_MAX, FP8_MAX)
-    return x.to(dtype)
+    if x.dtype != storage.dtype and storage.dtype in (torch.float8_e4m3fn, torch.float16):
+        limit = torch.finfo(storage.dtype).max
+        x = x.float().clamp(-limit, limit)
+    rows = x.to(storage.dtype)
+    shared = rows.numel() > 0 and rows.untyped_storage().data_ptr() == storage.untyped_storage().data_ptr()
+    return rows.clone() if shared else rows
 
 
 def scatter(storage: Tensor, slots: Int[Tensor, " tokens"], rows: Float[Tensor, "tokens kv_heads dim"]) -> None:

@@ -17,6 +17,8 @@ class RequestTable:
 
     `slots` is `[max_requests, max_context]` int32 on the device; the host keeps each row's length. Every value
     written here was checked to be a slot of the pool, so whatever is planned from the table stays inside it.
+    Requests may share the slots of a common prefix, but not the newest, which a decode writes. A row and its slots
+    are released together: the table does not know who owns a slot, the allocator does not know who reads it.
 
     >>> table = RequestTable(max_requests=2, max_context=8, num_slots=16, device="cpu")
     >>> row = table.admit()
@@ -88,7 +90,8 @@ class RequestTable:
     def check_holds(self, rows: Sequence[int], lens: Sequence[int] | None) -> None:
         """Raise ValueError unless every row exists, is asked for once, and holds at least that many tokens.
 
-        A length of 0 is padding: any row will do, any number of times. `lens` is None where only the device knows them.
+        A length of 0 is padding: any row will do, any number of times. `lens` is None where only the device knows
+        them.
         """
         max_requests = self.max_requests
         seen: dict[int, int] = {}

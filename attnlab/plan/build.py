@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnlab.batch import DecodeBatch, DeviceLens, HostLens, Lens
+from attnlab.batch import DecodeBatch, HostLens, Lens
 from attnlab.checks import require, same_device
 from attnlab.memory.pool import KVPool
 from attnlab.memory.requests import RequestTable
@@ -23,7 +23,7 @@ from attnlab.plan.layout import KVLayout
 from attnlab.plan.plans import DecodePlan, Lane
 from attnlab.plan.policy import HostPolicy, SplitContext, SplitPolicy, SplitSizes
 from attnlab.plan.schedule import Schedule
-from attnlab.plan.splits import SplitPlan, cut_lens, offsets_of
+from attnlab.plan.splits import SplitPlan, cut_lens
 from attnlab.spec import LayerSpec, ModelSpec
 
 
@@ -164,8 +164,6 @@ def _refuse_partial_sight(layers: Sequence[LayerSpec]) -> None:
 
 
 def _offsets(lens: Lens) -> Int[Tensor, " reqs_1"]:
-    """Return the offsets of the lengths, held to what the host was promised, so that no buffer is overrun."""
-    if isinstance(lens, DeviceLens):
-        each = lens.device.clamp(0, lens.bound_each).long()
-        return torch.nn.functional.pad(each.cumsum(0).clamp(max=lens.bound_total), (1, 0)).int()
-    return offsets_of(lens.device)
+    """Return the offsets of the lengths, held to what the host was told of them, so that no buffer is overrun."""
+    each = lens.device.clamp(0, lens.bound_max).long()
+    return torch.nn.functional.pad(each.cumsum(0).clamp(max=lens.bound_total), (1, 0)).int()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnlab.checks import describe, last_axis_contiguous, require, same_device, tensor
+from attnlab.checks import describe, last_axis_contiguous, own_memory, require, same_device, tensor
 from attnlab.memory.pool import KVView
 from attnlab.plan.plans import Lane
 from attnlab.plan.workspace import Partials
@@ -55,6 +55,10 @@ class DecodeCall:
         last_axis_contiguous("out", self.out)
         if self.lse is not None:
             tensor("lse", self.lse, shape=(reqs, spec.heads), dtype=torch.float32, device=device, hint=hint)
+        read = {"the pool's keys": self.view.k, "the pool's values": self.view.v, "sinks": self.sinks, "aux": self.aux}
+        own_memory("out", self.out, read)
+        if self.lse is not None:
+            own_memory("lse", self.lse, {**read, "out": self.out})
         self._check_sinks(device)
         self._check_aux(device, reqs, hint)
 
@@ -75,4 +79,5 @@ class DecodeCall:
             raise ValueError(f"aux: expected {wanted}, got {describe(aux)}")
         if aux is not None:
             shape = (reqs, self.spec.heads, "width")
+            require(aux.dim() != 3 or aux.shape[2] >= 1, "aux: expected a width of at least 1, got 0")
             last_axis_contiguous("aux", tensor("aux", aux, shape=shape, dtype=FLOATS, device=device, hint=hint))

@@ -72,3 +72,5 @@ class DecodePlan:
             lane.layout.validate(num_slots=num_slots)
             lane.splits.validate(lane.layout.index.indptr.diff().tolist())
             lane.schedule.validate(lane.splits)
+            written = [slot for slot in lane.write_slots.tolist() if slot != 0]
+            require(len(set(written)) == len(written), f"write_slots: requests share their newest slot, {written[:8]}")

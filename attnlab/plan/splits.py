@@ -165,7 +165,7 @@ def cut_lens(
             )
         return splits_of_host(policy, lens.values, ctx, live.device)
     bounds = policy.bounds(bound_max=lens.bound_max, ctx=ctx)
-    sizes = sizes_of(policy, live, ctx)
+    sizes = sizes_of(policy, live.clone(), ctx)  # a rule that writes into its lengths must not change ours
     return splits_of_sizes(sizes, live, policy=policy.label(ctx), bounds=bounds, total=lens.bound_total)
 
 

@@ -40,7 +40,10 @@ class MergeView:
     @classmethod
     def of(cls, steps: MergeSteps) -> MergeView:
         """Take over what has been seen; a split whose every score is masked has nothing to say and is left out."""
-        seen = torch.isfinite(steps.lse)
+        seen = steps.lse != float("-inf")
+        broken = [i for i, lse in enumerate(steps.lse.tolist()) if lse != lse or lse == float("inf")]
+        broken += [i for i, out in enumerate(steps.outputs) if not bool(torch.isfinite(out).all())]
+        require(not broken, f"merge: in {steps.title} split {[i + 1 for i in broken[:1]]} is NaN or infinite")
         require(bool(seen.any()), f"merge: in {steps.title} every score is masked, so there is nothing to merge")
         at = [i for i, found in enumerate(seen.tolist()) if found]
         has_length = bool(steps.running[-1].norm() > 0)

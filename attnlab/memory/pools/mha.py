@@ -66,6 +66,7 @@ class MHAPool:
         check_slots(slots, self.num_slots, self.device)
         self.store(layer, slots, k, v)
 
+    @torch.no_grad()
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
         """Store rows at slots that a plan proved to lie in the pool."""
         view, spec = self.view(layer), self._specs[layer]
@@ -73,8 +74,9 @@ class MHAPool:
         if v is None:
             raise TypeError("v: expected values beside the keys, got None; only MLA keeps its values inside K")
         check_rows("v", v, slots, spec.kv_heads, spec.v_dim, self.device)
-        scatter(view.k, slots, quantize(k, view.k_scale, view.k.dtype))
-        scatter(view.v, slots, quantize(v, view.v_scale, view.v.dtype))
+        k_rows, v_rows = quantize(k, view.k_scale, view.k), quantize(v, view.v_scale, view.v)
+        scatter(view.k, slots, k_rows)
+        scatter(view.v, slots, v_rows)
 
     def space(self, layer: int) -> str:
         """Return the one id space of a plain pool."""

@@ -57,15 +57,16 @@ class MLAPool:
         check_slots(slots, self.num_slots, self.device)
         self.store(layer, slots, k, v)
 
+    @torch.no_grad()
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
         """Store rows at slots that a plan proved to lie in the pool."""
         view = self.view(layer)
         check_rows("k", k, slots, view.kv_heads, view.k.shape[-1], self.device)
         require(
-            v is None or v.data_ptr() == k.data_ptr(),
+            v is None or (isinstance(v, Tensor) and v.data_ptr() == k.data_ptr()),
             "v: under MLA the values are the first columns of k; pass None, or that view of k",
         )
-        scatter(view.k, slots, quantize(k, view.k_scale, view.k.dtype))
+        scatter(view.k, slots, quantize(k, view.k_scale, view.k))
 
     def space(self, layer: int) -> str:
         """Return the one id space of a plain pool."""
