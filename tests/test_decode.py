@@ -321,7 +321,7 @@ def test_mla_in_every_dtype_with_two_scales(
     q_dtype = torch.bfloat16 if dtype == FP8 else dtype
     case = TOY.but(id="mla", heads=32, kv_heads=1, qk_dim=qk_dim, v_dim=v_dim, mla=True, dtype=q_dtype, kv_dtype=dtype)
     stand = Stand(case.but(k_scale=0.2), engine, device)
-    stand.pool._views[1] = dataclasses.replace(stand.pool.view(1), k_scale=0.05)
+    stand.pool.views[1] = dataclasses.replace(stand.pool.view(1), k_scale=0.05)
     rows = [stand.stored(k, 0.2) for k in stand.k]
     stand.k, stand.v = [row / 4 for row in rows], [row[..., :v_dim] for row in rows]
     stand.stored = lambda x, scale: x  # rounded above

@@ -7,13 +7,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attnlab.checks import one_of, placed, require, tensor
-from attnlab.memory.pool import KVView, check_slots, check_storage, quantize, scatter
-from attnlab.memory.slots import SlotAllocator
+from attnlab.checks import one_of, require
+from attnlab.memory.plain import PlainPool, check_rows
+from attnlab.memory.pool import KVView, quantize, scatter
 from attnlab.spec import AttentionSpec, ModelSpec
 
 
-class MHAPool:
+class MHAPool(PlainPool):
     """Keys and values of every layer with attention.
 
     `layout="slots"`: each layer has `k [slots, kv_heads, qk_dim]` and `v [slots, kv_heads, v_dim]` of its own.
@@ -39,36 +39,15 @@ class MHAPool:
     ) -> None:
         one_of("layout", layout, ("slots", "pages"))
         require(not model.mla, f"model {model.name!r} keeps latent rows; build an MLAPool")
-        check_storage("kv_dtype", model.kv_dtype)
-        self.allocator = SlotAllocator(num_slots=num_slots, page_size=model.page_size)
-        self.num_slots, self.page_size = num_slots, model.page_size
-        self.device = placed(device)
+        super().__init__(model, num_slots=num_slots, device=device)
         self._specs = [layer.attention for layer in model.layers]
         build = _slot_buffers if layout == "slots" else _page_buffers
         buffers = build(self._specs, num_slots, model.page_size, model.kv_dtype, self.device)
-        self._views = [KVView(k=k, v=v, k_scale=k_scale, v_scale=v_scale) for k, v in buffers]
-
-    @property
-    def epoch(self) -> int:
-        """Rises when slots are freed."""
-        return self.allocator.epoch
-
-    def view(self, layer: int) -> KVView:
-        """Return the layer's keys and values as they are stored."""
-        require(
-            0 <= layer < len(self._views),
-            f"layer: the pool has layers 0 to {len(self._views) - 1}, got {layer}",
-        )
-        return self._views[layer]
-
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
-        """Check slots, K `[tokens, kv_heads, qk_dim]` and V `[tokens, kv_heads, v_dim]`, then store them."""
-        check_slots(slots, self.num_slots, self.device)
-        self.store(layer, slots, k, v)
+        self.views = [KVView(k=k, v=v, k_scale=k_scale, v_scale=v_scale) for k, v in buffers]
 
     @torch.no_grad()
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
-        """Store rows at slots that a plan proved to lie in the pool."""
+        """Store K `[tokens, kv_heads, qk_dim]` and V `[tokens, kv_heads, v_dim]`; both are checked before either."""
         view, spec = self.view(layer), self._specs[layer]
         check_rows("k", k, slots, spec.kv_heads, spec.qk_dim, self.device)
         if v is None:
@@ -77,30 +56,6 @@ class MHAPool:
         k_rows, v_rows = quantize(k, view.k_scale, view.k), quantize(v, view.v_scale, view.v)
         scatter(view.k, slots, k_rows)
         scatter(view.v, slots, v_rows)
-
-    def space(self, layer: int) -> str:
-        """Return the one id space of a plain pool."""
-        return "pool"
-
-    def slots_for(self, layer: int, slots: Tensor) -> Tensor:
-        """Return the slots unchanged: there is one id space."""
-        return slots
-
-    def check_integrity(self) -> None:
-        """Raise RuntimeError where a page is lost, shared or the sink's."""
-        self.allocator.check_integrity()
-
-
-def check_rows(name: str, x: Tensor | None, slots: Tensor, heads: int, dim: int, device: torch.device) -> None:
-    """Raise unless `x` is one floating-point row per slot."""
-    tensor(
-        name,
-        x,
-        shape=[slots.shape[0], heads, dim],
-        dtype=(torch.float32, torch.float16, torch.bfloat16, torch.float64),
-        device=device,
-        hint="one row per slot, as the layer's attention has it",
-    )
 
 
 def _slot_buffers(
