@@ -12,11 +12,9 @@ from attnlab.inspect.workbench import H200_MULTIPROCESSORS, Workbench, workbench
 from attnlab.plan.policies.seed import Seed
 from attnlab.plan.policies.static import Static
 from attnlab.plan.policies.tile import Tile
-from attnlab.plan.policy import SplitContext, SplitPolicy
-from attnlab.plan.schedule import Schedule
-from attnlab.plan.splits import cut
+from attnlab.plan.policy import SplitContext
 from attnlab.plots.picture import Picture
-from attnlab.plots.schedule_view import ScheduleView, schedule_views
+from attnlab.plots.schedule_view import cut_view
 from attnlab.plots.show import show
 
 
@@ -33,14 +31,7 @@ def split_schedule() -> Picture:
         context_len=131072,
         multiprocessors=H200_MULTIPROCESSORS,
     )
-    return show(*(_view(lens, policy, ctx) for policy in (Seed(max_splits=8), Tile(tile=4096))))
-
-
-def _view(lens: list[int], policy: SplitPolicy, ctx: SplitContext) -> ScheduleView:
-    splits = cut(policy, lens, ctx)
-    schedule = Schedule.one_range_a_program(splits, kv_heads=ctx.kv_heads)
-    (view,) = schedule_views(splits, multiprocessors=ctx.multiprocessors)
-    return replace(view, kv_heads=ctx.kv_heads, programs=schedule.programs)
+    return show(*(cut_view(policy, lens, ctx) for policy in (Seed(max_splits=8), Tile(tile=4096))))
 
 
 def _whole_text() -> Workbench:

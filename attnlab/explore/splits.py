@@ -14,10 +14,8 @@ from attnlab.inspect.traffic import draw_decode_lens, trace_names
 from attnlab.inspect.workbench import H200_MULTIPROCESSORS
 from attnlab.plan import policies  # noqa: F401  (registers the policies)
 from attnlab.plan.policy import HostPolicy, SplitContext, SplitPolicy, resolve_policy, split_policies
-from attnlab.plan.schedule import Schedule
-from attnlab.plan.splits import cut
 from attnlab.plots.picture import Picture
-from attnlab.plots.schedule_view import ScheduleView, schedule_views
+from attnlab.plots.schedule_view import ScheduleView, cut_view
 from attnlab.plots.show import show
 from attnlab.plots.words import plural
 from attnlab.spec import ModelSpec
@@ -80,7 +78,7 @@ class SplitsExplorer(Explorer):
         other = None if state["compare"] is None else resolve_policy(state["compare"])
         if other is not None and other != chosen[0]:  # compared with itself a policy would be seen twice
             chosen.append(other)
-        views = [schedule_of(policy, lens, ctx) for policy in chosen]
+        views = [cut_view(policy, lens, ctx) for policy in chosen]
         words = "; ".join(_view_words(view) for view in views)
         batch = f"{plural(len(lens), 'request')}, {plural(sum(lens), 'key')} ({_batch_words(state)})"
         return show(*views, theme=state["theme"]), f"{batch}: {words}."
@@ -139,14 +137,6 @@ def policy_of(policy: str, value: int) -> SplitPolicy | HostPolicy:
     parameter = parameter_of(policy)
     changed: SplitPolicy | HostPolicy = made if parameter is None else replace(made, **{parameter.name: value})
     return changed
-
-
-def schedule_of(policy: SplitPolicy | HostPolicy, lens: Sequence[int], ctx: SplitContext) -> ScheduleView:
-    """Return what a picture shows of a policy's cuts, with one program for each range and KV head."""
-    splits = cut(policy, lens, ctx)
-    programs = Schedule.one_range_a_program(splits, kv_heads=ctx.kv_heads).programs
-    (view,) = schedule_views(splits, multiprocessors=ctx.multiprocessors)
-    return replace(view, kv_heads=ctx.kv_heads, programs=programs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

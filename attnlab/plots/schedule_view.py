@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from attnlab.checks import require
 from attnlab.inspect.workbench import Workbench
 from attnlab.plan.plans import DecodePlan, Lane
-from attnlab.plan.splits import HostSplits, SplitPlan
+from attnlab.plan.policy import HostPolicy, SplitContext, SplitPolicy
+from attnlab.plan.schedule import Schedule
+from attnlab.plan.splits import HostSplits, SplitPlan, cut
 from attnlab.plots.words import between, everything, plural, short, times
 
 
@@ -105,6 +107,14 @@ def schedule_views(
         case HostSplits():
             name = x.policy if name is None else name
             return (ScheduleView(name=name, ranges=x.ranges, nominal=x.nominal, multiprocessors=multiprocessors),)
+
+
+def cut_view(policy: str | SplitPolicy | HostPolicy, lens: Sequence[int], ctx: SplitContext) -> ScheduleView:
+    """Return what a picture shows of a policy's cuts, with a program for each range and KV head; it needs no pool."""
+    splits = cut(policy, lens, ctx)
+    programs = Schedule.one_range_a_program(splits, kv_heads=ctx.kv_heads).programs
+    (view,) = schedule_views(splits, multiprocessors=ctx.multiprocessors)
+    return replace(view, kv_heads=ctx.kv_heads, programs=programs)
 
 
 def _with_layers(view: ScheduleView, plan: DecodePlan, lane: int) -> ScheduleView:

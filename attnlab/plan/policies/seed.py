@@ -59,7 +59,7 @@ class Seed(SplitPolicy):
 
     def counts(self, lens: Int[Tensor, " rows"], ctx: SplitContext) -> Int[Tensor, " rows"]:
         """Return the ranges asked for, int32, in torch. `ctx.rows_per_seq` consecutive rows share a length."""
-        cap, seqs = self.cap(ctx), self._seqs(lens, ctx)
+        cap, programs_per_range = self.cap(ctx), self._programs_per_range(lens, ctx)
         if lens.numel() == 0 or ctx.multiprocessors is None:
             return torch.where(lens > 0, cap, 0).int()
         longest = lens.max().clamp(min=1).long()
@@ -70,12 +70,12 @@ class Seed(SplitPolicy):
         # ... or as many as the device has room for; fp32 throughout, as the count is cut to a whole number.
         growth = torch.log2(longest.float() / 64.0).clamp(min=1.0)
         room = (growth * ctx.multiprocessors).int()
-        by_room = _cdiv(longest, _cdiv(room, seqs * ctx.rows_per_seq * _head_tiles(ctx)).clamp(max=cap))
+        by_room = _cdiv(longest, _cdiv(room, programs_per_range).clamp(max=cap))
         return torch.maximum(_cdiv(lens, by_imbalance), _cdiv(lens, by_room)).int()
 
     def counts_triton(self, lens: Int[Tensor, " rows"], ctx: SplitContext) -> Int[Tensor, " rows"]:
         """Return the same counts from one program of a Triton kernel."""
-        cap, seqs = self.cap(ctx), self._seqs(lens, ctx)
+        cap, programs_per_range = self.cap(ctx), self._programs_per_range(lens, ctx)
         if lens.numel() == 0 or ctx.multiprocessors is None:
             return torch.where(lens > 0, cap, 0).int()
         counts = torch.empty_like(lens, dtype=torch.int32)
@@ -83,20 +83,21 @@ class Seed(SplitPolicy):
             lens,
             counts,
             lens.shape[0],
-            seqs * ctx.rows_per_seq * _head_tiles(ctx),
+            programs_per_range,
             cap,
             ctx.multiprocessors,
             BLOCK=max(256, _next_power_of_2(lens.shape[0])),
         )
         return counts
 
-    def _seqs(self, lens: Tensor, ctx: SplitContext) -> int:
+    def _programs_per_range(self, lens: Tensor, ctx: SplitContext) -> int:
+        """Return how many programs one range of every row takes."""
         rows = lens.shape[0]
         require(
             rows % ctx.rows_per_seq == 0,
             f"lens: expected a multiple of rows_per_seq {ctx.rows_per_seq}, as many rows share a sequence, got {rows}",
         )
-        return rows // ctx.rows_per_seq
+        return rows * _head_tiles(ctx)
 
 
 def _head_tiles(ctx: SplitContext) -> int:
