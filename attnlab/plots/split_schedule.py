@@ -72,7 +72,7 @@ def _figure(theme: Theme, title: str, views: Sequence[ScheduleView]) -> Figure:
     panels = [Panel.of(view) for view in views if view.ranges]
     axis, pitch = KeyAxis.of(*(view.ranges for view in views)), box_pitch(panels)
     caption = _caption(panels, axis)
-    head = HEADER + CAPTION_LINE * (caption.count("\n") > 1)
+    head = HEADER + CAPTION_LINE  # reserved even where no third line is needed: a control must not move the panels
     body = sum(PANEL_HEAD + panel.height + PANEL_FOOT for panel in panels)
     figure = canvas(head + body + AXIS_NAME * bool(panels) + FOOTER)
     header(figure, theme, title, caption, _source(panels, boxed=pitch is not None))
