@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 from torch import Tensor
 
-from attnlab.memory.pool import FP8_MAX, KVView, quantize
+from attnlab.memory.pool import KVView
 from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.pools.mla import MLAPool
 from attnlab.memory.requests import RequestTable
+from attnlab.memory.rows import FP8_MAX, quantize
 from attnlab.memory.slots import OutOfSlots, SlotAllocator
 from attnlab.spec import AttentionSpec, ModelSpec
 from tests.strategies import DEVICE, PAGE_SIZES
@@ -72,6 +73,45 @@ def test_out_of_slots_changes_nothing(page_size: int) -> None:
     slots.check_integrity(live=["a"])
 
 
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_truncate_keeps_the_front_and_gives_whole_pages_back(page_size: int) -> None:
+    slots = SlotAllocator(num_slots=6 * page_size, page_size=page_size)
+    given = slots.allocate("a", 4 * page_size).tolist()
+    for kept in range(4 * page_size, -1, -1):
+        epoch = slots.epoch
+        slots.truncate("a", kept)
+        assert slots.slots_of("a").tolist() == given[:kept]
+        assert slots.free_pages == 5 - -(-kept // page_size)
+        assert (slots.epoch > epoch) == (kept < 4 * page_size)  # the first keeps all
+        slots.check_integrity(live=["a"])
+    assert slots.owners == ["a"]
+
+
+def test_after_a_truncate_the_last_page_is_filled_again() -> None:
+    slots = SlotAllocator(num_slots=32, page_size=4)
+    slots.allocate("a", 11)
+    slots.allocate("b", 1)
+    slots.truncate("a", 5)
+    assert slots.allocate("a", 5).tolist() == [9, 10, 11, 12, 13]
+
+
+@pytest.mark.parametrize(
+    ("owner", "tokens", "message"),
+    [
+        ("a", 4, "tokens: expected at most the 3 that 'a' holds, got 4"),
+        ("a", -1, "tokens: expected an int of at least 0, got -1"),
+        ("b", 0, "owner: 'b' holds no slots"),
+    ],
+)
+def test_a_truncate_that_cannot_be_changes_nothing(owner: str, tokens: int, message: str) -> None:
+    slots = SlotAllocator(num_slots=8, page_size=1)
+    slots.allocate("a", 3)
+    before = (slots.epoch, slots.free_pages, slots.slots_of("a").tolist())
+    with pytest.raises(ValueError, match=message):
+        slots.truncate(owner, tokens)
+    assert (slots.epoch, slots.free_pages, slots.slots_of("a").tolist()) == before
+
+
 def test_a_free_changes_the_epoch_and_no_other_allocator_has_had_it() -> None:
     a, b = (SlotAllocator(num_slots=8, page_size=1) for _ in range(2))
     seen = {a.epoch, b.epoch}
@@ -115,12 +155,12 @@ def test_an_owner_that_is_not_live_is_a_leak() -> None:
 
 CORRUPTIONS: dict[str, tuple[Callable[[SlotAllocator], Any], str]] = {
     "shared page": (lambda s: s._pages["b"].append(s._pages["a"][0]), "page 1 is held by 'a' and by 'b'"),
-    "freed but owned": (lambda s: s._free.append(1), "page 1 is held by 'the free list' and by 'a'"),
-    "freed twice": (lambda s: s._free.append(s._free[0]), "page 3 is held by 'the free list' and by 'the free list'"),
-    "lost page": (lambda s: s._free.remove(7), r"pages \[7\] are neither free nor owned"),
+    "freed but owned": (lambda s: s._free._heap.append(1), "page 1 is held by 'the free list' and by 'a'"),
+    "freed twice": (lambda s: s._free._heap.append(3), "page 3 is held by 'the free list' and by 'the free list'"),
+    "lost page": (lambda s: s._free._heap.remove(7), r"pages \[7\] are neither free nor owned"),
     "owned sink": (lambda s: s._pages["a"].append(0), "'a' holds page 0"),
-    "free sink": (lambda s: s._free.append(0), "'the free list' holds page 0"),
-    "page beyond the pool": (lambda s: s._free.append(8), "'the free list' holds page 8"),
+    "free sink": (lambda s: s._free._heap.append(0), "'the free list' holds page 0"),
+    "page beyond the pool": (lambda s: s._free._heap.append(8), "'the free list' holds page 8"),
     "too many tokens": (lambda s: s._tokens.update(a=5), "'a' holds 1 pages for 5 tokens, which need 2"),
     "too few tokens": (lambda s: s._tokens.update(a=0), "'a' holds 1 pages for 0 tokens, which need 0"),
     "tokens of nobody": (lambda s: s._tokens.update(c=1), r"\['c'\]"),
@@ -177,6 +217,14 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(owner=owners, tokens=st.integers(0, 9))
     def extend(self, owner: int, tokens: int) -> None:
         self.grow(owner, tokens)
+
+    @rule(owner=owners, data=st.data())
+    def truncate(self, owner: int, data: st.DataObject) -> None:
+        epoch, held = self.slots.epoch, len(self.model[owner])
+        kept = data.draw(st.integers(0, held))
+        self.slots.truncate(owner, kept)
+        assert (self.slots.epoch > epoch) == (kept < held)
+        del self.model[owner][kept:]
 
     @rule(owner=consumes(owners))
     def release(self, owner: int) -> None:
@@ -265,6 +313,23 @@ def test_release_sets_the_row_back_to_the_sink_and_frees_it() -> None:
     assert t.slots_of(2).tolist() == [3, 6]
     assert t.rows == [0, 2]
     assert t.admit() == 1 and t.length(1) == 0
+
+
+def test_truncate_sets_what_is_cut_back_to_the_sink() -> None:
+    t = table()
+    row = t.admit()
+    t.append(row, torch.tensor([7, 3, 9, 4]))
+    t.truncate(row, 4)
+    assert t.length(row) == 4
+    t.truncate(row, 1)
+    assert t.length(row) == 1 and t.slots[row].tolist() == [7] + [0] * 7
+    for length, message in ((2, "at most the 1 tokens of request 0, got 2"), (-1, "an int of at least 0, got -1")):
+        with pytest.raises(ValueError, match=f"length: expected {message}"):
+            t.truncate(row, length)
+    t.append(row, torch.tensor([5]))
+    assert t.slots_of(row).tolist() == [7, 5]
+    with pytest.raises(ValueError, match="row: 1 is not in use"):
+        t.truncate(1, 0)
 
 
 @pytest.mark.parametrize("call", ["length", "slots_of", "release"])
@@ -477,13 +542,13 @@ def test_a_plain_pool_has_one_id_space_and_its_allocators_epoch() -> None:
     pools = [MHAPool(model(), num_slots=8, device=DEVICE), MLAPool(model(mla=True), num_slots=8, device=DEVICE)]
     for pool in pools:
         slots = torch.tensor([3, 1])
-        assert torch.equal(pool.slots_for(0, slots), slots)
+        assert torch.equal(pool.translation(0).apply(slots), slots)
         before = pool.epoch
         pool.allocator.allocate("a", 2)
         pool.allocator.release("a")
         assert pool.epoch == pool.allocator.epoch > before
         pool.check_integrity()
-        pool.allocator._free.pop()
+        pool.allocator._free.take(1)
         with pytest.raises(RuntimeError, match="neither free nor owned"):
             pool.check_integrity()
 

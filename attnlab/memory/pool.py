@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from attnlab.checks import last_axis_contiguous, number, require, tensor
+from attnlab.checks import last_axis_contiguous, number, positive, require, tensor
 from attnlab.memory.slots import SlotAllocator
 from attnlab.spec import AttentionSpec
 
 STORAGE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
-FP8_MAX = 448.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,33 +85,98 @@ class KVView:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Translation:
+    """From ids of the request table to those of a layer's storage: `pages[id // page_size] * stride + id % page_size`.
+
+    `source` and `target` name the two id spaces. `pages`, int64 `[table pages]` on the pool's device, holds the storage
+    page of every table page, -1 where there is none; None: the ids are the same. It is the pool's own tensor, so a
+    translation is always that of now. `stride`: storage ids from one page to the next; more than `page_size` where
+    several layers share a page.
+
+    >>> pages = torch.tensor([0, 3, -1, 1])
+    >>> Translation(source="full", target="sliding", pages=pages, page_size=4, stride=4).apply(torch.tensor([5, 8, 15]))
+    tensor([13,  0,  7])
+    """
+
+    source: str
+    target: str
+    pages: Int[Tensor, " pages"] | None
+    page_size: int
+    stride: int
+
+    def __post_init__(self) -> None:
+        positive("page_size", self.page_size)
+        fits = self.stride == self.page_size if self.pages is None else self.stride % self.page_size == 0
+        wanted = f"page_size {self.page_size}" if self.pages is None else f"a multiple of page_size {self.page_size}"
+        require(fits and self.stride > 0, f"stride: expected {wanted}, got {self.stride}")
+        if self.pages is not None:
+            tensor("pages", self.pages, shape=["table pages"], dtype=torch.int64)
+
+    @classmethod
+    def same(cls, space: str, *, page_size: int) -> Translation:
+        """Return the translation of a storage that is addressed by the ids of the table."""
+        return cls(source=space, target=space, pages=None, page_size=page_size, stride=page_size)
+
+    def apply(self, ids: Tensor) -> Tensor:
+        """Return the storage ids, int64, of table ids of any shape; 0, the sink, where a page has no storage page.
+
+        An id that is none of the table's becomes 0 too: nothing outside `pages` is read.
+        """
+        ids = ids.long()
+        if self.pages is None:
+            return ids
+        page = ids.div(self.page_size, rounding_mode="floor")
+        inside = page.clamp(0, self.pages.shape[0] - 1)
+        stored = self.pages[inside]
+        is_there = (page == inside) & (stored >= 0)
+        return torch.where(is_there, stored * self.stride + ids % self.page_size, 0)
+
+
 @runtime_checkable
 class KVPool(Protocol):
-    """Stores keys and values of every layer that has them. Layers are counted by their place in the pool."""
+    """Stores keys and values of every layer that has them. Layers are counted by their place in the pool.
 
-    allocator: SlotAllocator
+    Two kinds of ids: those of the request table, which the allocator hands out and `num_slots` counts, and those that
+    a layer's storage is addressed by. `translation` leads from the first to the second.
+    """
+
     num_slots: int
     page_size: int
     device: torch.device
 
     @property
+    def allocator(self) -> SlotAllocator:
+        """Who owns which slot of the table's space."""
+
+    @property
     def epoch(self) -> int:
         """Rises when slots are freed or moved: a plan of an older epoch may point at another request's tokens."""
+
+    @property
+    def table_space(self) -> str:
+        """Name of the id space of the request table."""
 
     def view(self, layer: int) -> KVView:
         """Return the layer's keys and values as they are stored."""
 
+    def translation(self, layer: int) -> Translation:
+        """Return the way from ids of the table to those of the layer's storage."""
+
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
-        """Check the slots (this reads them, so on a GPU it waits for the device), then store."""
+        """Check ids of the table (this reads them, so on a GPU it waits for the device), translate them, store."""
 
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
-        """Store rows at slots that a plan proved to lie in the pool; nothing is read back."""
+        """Store rows at ids of the layer's storage that a plan proved to lie in it; nothing is read back."""
 
-    def space(self, layer: int) -> str:
-        """Return the name of the id space that the layer's storage is addressed in."""
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy the rows of all layers from ids of the table to others. A layer without a page for one skips it."""
 
-    def slots_for(self, layer: int, slots: Tensor) -> Tensor:
-        """Translate slots of the request table into those of the layer's storage; the identity in a plain pool."""
+    def slide_out(self, owner: Hashable, *, query: int) -> None:
+        """Free what no query of this owner at position `query` or later sees. ValueError where nothing can slide."""
+
+    def kept_from(self, layer: int, owner: Hashable) -> int:
+        """Return the first position of this owner that the layer's storage still holds; 0 for unknown owners."""
 
     def check_integrity(self) -> None:
         """Raise RuntimeError where the bookkeeping is broken."""
@@ -121,40 +186,3 @@ def check_storage(name: str, dtype: torch.dtype) -> None:
     """Raise TypeError unless a pool can store this dtype."""
     known = ", ".join(str(d).removeprefix("torch.") for d in STORAGE_DTYPES)
     require(dtype in STORAGE_DTYPES, f"{name}: expected one of {known}, got {dtype!r}", TypeError)
-
-
-def quantize(x: Tensor, scale: float, storage: Tensor) -> Tensor:
-    """Return `x / scale` as the storage holds it, saturated at its dtype's largest number, in memory of its own.
-
-    Not every version of torch saturates: some give NaN or infinity, which one outlier would spread over a whole
-    request.
-    """
-    if scale != 1.0:
-        x = x.float() / scale
-    if x.dtype != storage.dtype and storage.dtype in (torch.float8_e4m3fn, torch.float16):
-        limit = torch.finfo(storage.dtype).max
-        x = x.float().clamp(-limit, limit)
-    rows = x.to(storage.dtype)
-    shared = rows.numel() > 0 and rows.untyped_storage().data_ptr() == storage.untyped_storage().data_ptr()
-    return rows.clone() if shared else rows
-
-
-def scatter(storage: Tensor, slots: Int[Tensor, " tokens"], rows: Float[Tensor, "tokens kv_heads dim"]) -> None:
-    """Write rows (already in the storage dtype) at their slots, by slot or page-major."""
-    if storage.dtype == torch.float8_e4m3fn:
-        storage, rows = storage.view(torch.uint8), rows.view(torch.uint8)
-    if storage.dim() == 3:
-        storage[slots] = rows
-    else:
-        storage[slots // storage.shape[1], slots % storage.shape[1]] = rows
-
-
-def check_slots(slots: Tensor, num_slots: int, device: torch.device) -> None:
-    """Raise ValueError unless all slots lie in the pool. Slot 0, the sink, may be written. Reads the slots."""
-    tensor("slots", slots, shape=["tokens"], dtype=(torch.int32, torch.int64), device=device)
-    if slots.numel():
-        low, high = int(slots.min()), int(slots.max())
-        require(
-            low >= 0 and high < num_slots,
-            f"slots: expected 0 to {num_slots - 1}, got {low if low < 0 else high}; the pool has {num_slots} slots",
-        )

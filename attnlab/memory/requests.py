@@ -10,6 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attnlab.checks import positive, require, tensor
+from attnlab.memory.pages import check_count
 
 
 class RequestTable:
@@ -71,21 +72,25 @@ class RequestTable:
 
     def append(self, row: int, slots: Int[Tensor, " tokens"]) -> None:
         """Add the slots of a request's next tokens. They are checked first; on an error nothing is written."""
-        length = self.length(row)
         tensor("slots", slots, shape=["tokens"], dtype=(torch.int32, torch.int64))
-        end = length + slots.shape[0]
-        require(
-            end <= self.max_context,
-            f"slots: request {row} would hold {end} tokens, the table has {self.max_context} columns",
-        )
+        end = self.check_room(row, slots.shape[0])
         host = slots.cpu()
         bad = host[(host < 1) | (host >= self.num_slots)]
         require(
             bad.numel() == 0,
             f"slots: expected 1 to {self.num_slots - 1} (slot 0 is the sink), got {bad[:4].tolist()} for request {row}",
         )
-        self.slots[row, length:end] = host.to(device=self.slots.device, dtype=torch.int32)
+        self.slots[row, self.length(row) : end] = host.to(device=self.slots.device, dtype=torch.int32)
         self._lengths[row] = end
+
+    def check_room(self, row: int, tokens: int) -> int:
+        """Return the length of a request with `tokens` more; raise ValueError where the table has too few columns."""
+        end = self.length(row) + tokens
+        require(
+            end <= self.max_context,
+            f"slots: request {row} would hold {end} tokens, the table has {self.max_context} columns",
+        )
+        return end
 
     def check_holds(self, rows: Sequence[int], lens: Sequence[int] | None) -> None:
         """Raise ValueError unless every row exists, is asked for once, and holds at least that many tokens.
@@ -112,8 +117,16 @@ class RequestTable:
         """Return the slots of a request's tokens, in position order: a view of the table."""
         return self.slots[row, : self.length(row)]
 
+    def truncate(self, row: int, length: int) -> None:
+        """Keep a request's first `length` tokens; what it held beyond is set back to the sink."""
+        held = self.length(row)
+        check_count("length", length)
+        require(length <= held, f"length: expected at most the {held} tokens of request {row}, got {length}")
+        self.slots[row, length:held] = 0
+        self._lengths[row] = length
+
     def release(self, row: int) -> None:
         """Free a row; what it held is set back to the sink, so that a stale read finds no foreign slot."""
-        self.slots[row, : self.length(row)] = 0
+        self.truncate(row, 0)
         del self._lengths[row]
         heapq.heappush(self._free, row)

@@ -6,21 +6,18 @@ partly empty; its next tokens go there. Page 0 is the sink: padded rows write to
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnlab.checks import positive, require
+from attnlab.checks import require
+from attnlab.memory.pages import FreePages, check_count, count_pages
+from attnlab.memory.pages import OutOfSlots as OutOfSlots
 
 _epochs = itertools.count()
-
-
-class OutOfSlots(RuntimeError):
-    """The pool has fewer free slots than were asked for. Nothing was allocated."""
 
 
 class SlotAllocator:
@@ -28,36 +25,29 @@ class SlotAllocator:
 
     An owner is whatever names a request: its row in the request table, or an id. `epoch` takes a number never
     used before, in any pool of the process, whenever slots are taken back: a plan remembers it, and so knows
-    whether it still speaks of the pool as it is.
+    whether it still speaks of the pool as it is. `space` names the ids that are handed out.
 
     >>> slots = SlotAllocator(num_slots=16, page_size=4)
     >>> slots.allocate("a", 5).tolist()
     [4, 5, 6, 7, 8]
     >>> slots.allocate("a", 2).tolist()
     [9, 10]
-    >>> slots.free_pages
-    1
     >>> before = slots.epoch
+    >>> slots.truncate("a", 3)
+    >>> slots.slots_of("a").tolist(), slots.free_pages, slots.epoch > before
+    ([4, 5, 6], 2, True)
     >>> slots.release("a")
-    >>> slots.free_pages, slots.epoch > before
-    (3, True)
+    >>> slots.free_pages
+    3
     """
 
-    def __init__(self, *, num_slots: int, page_size: int) -> None:
-        positive("page_size", page_size)
-        positive("num_slots", num_slots)
-        require(
-            num_slots % page_size == 0,
-            f"page_size: expected a divisor of num_slots {num_slots}, got {page_size}",
-        )
-        require(
-            num_slots > page_size,
-            f"num_slots: expected at least two pages of {page_size} (the first is the sink), got {num_slots}",
-        )
+    def __init__(self, *, num_slots: int, page_size: int, space: str = "pool") -> None:
+        total = count_pages("num_slots", num_slots, page_size)
         self.num_slots = num_slots
         self.page_size = page_size
+        self.space = space
         self.epoch = next(_epochs)
-        self._free = list(range(1, num_slots // page_size))
+        self._free = FreePages(space, total=total)
         self._pages: dict[Hashable, list[int]] = {}
         self._tokens: dict[Hashable, int] = {}
 
@@ -80,20 +70,13 @@ class SlotAllocator:
 
         Raises OutOfSlots, and changes nothing, where the pool cannot give as many.
         """
-        require(
-            isinstance(tokens, int) and tokens >= 0,
-            f"tokens: expected an int of at least 0, got {tokens!r}",
-        )
+        check_count("tokens", tokens)
         used = self.tokens_of(owner)
         held = len(self._pages.get(owner, ()))
-        more = -(-(used + tokens) // self.page_size) - held
-        if more > len(self._free):
-            raise OutOfSlots(
-                f"{owner!r} needs {more} more pages of {self.page_size} slots for {tokens} tokens, "
-                f"{len(self._free)} are free; release a request or build a larger pool"
-            )
-        pages = self._pages.setdefault(owner, [])
-        pages.extend(heapq.heappop(self._free) for _ in range(more))
+        more = self._pages_for(used + tokens) - held
+        for free in self._spaces():
+            free.check_room(more, owner=owner, tokens=tokens, page_size=self.page_size)
+        self._pages.setdefault(owner, []).extend(self._take(more))
         self._tokens[owner] = used + tokens
         return self.slots_of(owner)[used:]
 
@@ -103,43 +86,38 @@ class SlotAllocator:
         slots = pages[:, None] * self.page_size + torch.arange(self.page_size)
         return slots.flatten()[: self.tokens_of(owner)]
 
+    def truncate(self, owner: Hashable, tokens: int) -> None:
+        """Keep the first `tokens` slots of `owner`; take back the whole pages beyond them.
+
+        The epoch changes where tokens go, even if no page does: what a plan reads there may be written anew.
+        """
+        pages, held = self._pages_of(owner), self.tokens_of(owner)
+        check_count("tokens", tokens)
+        require(tokens <= held, f"tokens: expected at most the {held} that {owner!r} holds, got {tokens}")
+        if tokens == held:
+            return
+        kept = self._pages_for(tokens)
+        self._give(pages[kept:])
+        del pages[kept:]
+        self._tokens[owner] = tokens
+        self._new_epoch()
+
     def release(self, owner: Hashable) -> None:
         """Take back all pages of `owner`. Raises ValueError where it holds none: freed twice, or never allocated."""
-        require(
-            owner in self._pages,
-            f"owner: {owner!r} holds no slots; it was released before, or never allocated any",
-        )
-        for page in self._pages.pop(owner):
-            heapq.heappush(self._free, page)
-        del self._tokens[owner]
-        self.epoch = next(_epochs)
+        self._give(self._pages_of(owner))
+        del self._pages[owner], self._tokens[owner]
+        self._new_epoch()
 
     def check_integrity(self, *, live: Collection[Hashable] | None = None) -> None:
         """Raise RuntimeError unless every page but the sink is free or owned, once.
 
         `live` names the owners that should exist: one that holds slots and is not among them is a leak.
         """
-        total = self.num_slots // self.page_size
-        owner_of: dict[int, Hashable] = {}
-        for owner, pages in [("the free list", self._free), *self._pages.items()]:
-            for page in pages:
-                require(
-                    0 < page < total,
-                    f"{owner!r} holds page {page}; expected 1 to {total - 1}, as page 0 is the sink",
-                    RuntimeError,
-                )
-                require(
-                    page not in owner_of,
-                    f"page {page} is held by {owner_of.get(page)!r} and by {owner!r}",
-                    RuntimeError,
-                )
-                owner_of[page] = owner
-        lost = set(range(1, total)) - set(owner_of)
-        require(not lost, f"pages {sorted(lost)[:8]} are neither free nor owned", RuntimeError)
+        self._free.check_integrity(self._pages)
         half_known = self._pages.keys() ^ self._tokens.keys()
         require(not half_known, f"{list(half_known)[:8]} have pages but no token count, or the reverse", RuntimeError)
         for owner, pages in self._pages.items():
-            need = -(-self._tokens[owner] // self.page_size)
+            need = self._pages_for(self._tokens[owner])
             require(
                 need == len(pages),
                 f"{owner!r} holds {len(pages)} pages for {self._tokens[owner]} tokens, which need {need}",
@@ -151,3 +129,26 @@ class SlotAllocator:
             f"leak: {leaked[:8]} hold {sum(len(self._pages[o]) for o in leaked)} pages but are not live",
             RuntimeError,
         )
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def _pages_of(self, owner: Hashable) -> list[int]:
+        require(
+            owner in self._pages,
+            f"owner: {owner!r} holds no slots; it was released before, or never allocated any",
+        )
+        return self._pages[owner]
+
+    def _spaces(self) -> list[FreePages]:
+        """Every space that a new page takes a page of."""
+        return [self._free]
+
+    def _take(self, count: int) -> list[int]:
+        return self._free.take(count)
+
+    def _give(self, pages: Sequence[int]) -> None:
+        self._free.give(pages)
+
+    def _new_epoch(self) -> None:
+        self.epoch = next(_epochs)

@@ -1,0 +1,90 @@
+"""What all pools do alike: rows are checked, translated and stored through each layer's view."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from attnlab.checks import placed, require
+from attnlab.memory.pool import KVView, Translation, check_storage
+from attnlab.memory.rows import check_slots, copy_rows, store_rows
+from attnlab.memory.slots import SlotAllocator
+from attnlab.spec import ModelSpec
+
+T = TypeVar("T")
+
+
+class BasePool:
+    """A KVPool but for `slide_out`; subclasses bring that, and one of `views` and `translations` a layer."""
+
+    views: list[KVView]
+    translations: list[Translation]
+
+    def __init__(self, model: ModelSpec, *, allocator: SlotAllocator, device: torch.device | str) -> None:
+        check_storage("kv_dtype", model.kv_dtype)
+        self.allocator = allocator
+        self.num_slots, self.page_size = allocator.num_slots, allocator.page_size
+        self.device = placed(device)
+
+    @property
+    def epoch(self) -> int:
+        """Rises when slots are freed or moved."""
+        return self.allocator.epoch
+
+    @property
+    def table_space(self) -> str:
+        """Name of the id space of the request table."""
+        return self.allocator.space
+
+    def view(self, layer: int) -> KVView:
+        """Return the layer's keys and values as they are stored."""
+        return of_layer(self.views, layer)
+
+    def translation(self, layer: int) -> Translation:
+        """Return the way from ids of the table to those of the layer's storage."""
+        return of_layer(self.translations, layer)
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
+        """Check the table's ids (this reads them), translate and store; what has no page goes to the sink."""
+        check_slots("slots", slots, self.num_slots, self.device)
+        self.store(layer, self.translation(layer).apply(slots), k, v)
+
+    def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
+        """Store rows at ids of the layer's storage that a plan proved to lie in it; nothing is read back."""
+        store_rows(self.view(layer), slots, k, v)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy the rows of all layers from the table's ids `source` to `target`, `[tokens]` each.
+
+        All are read before one is written. The ids are checked where they are: on the CPU nothing waits for the
+        device. A layer that has no page for one of the two leaves that row as it is.
+        """
+        for name, ids in (("source", source), ("target", target)):
+            check_slots(name, ids, self.num_slots, None)
+        require(
+            source.shape == target.shape,
+            f"target: expected as many ids as source, {source.shape[0]}, got {target.shape[0]}",
+        )
+        source, target = (ids.to(self.device, non_blocking=True) for ids in (source, target))
+        for view, translation in zip(self.views, self.translations, strict=True):
+            a, b = translation.apply(source), translation.apply(target)
+            both = (a != 0) & (b != 0)
+            copy_rows(view, torch.where(both, a, 0), torch.where(both, b, 0))  # the sink to itself: no wait to drop it
+
+    def kept_from(self, layer: int, owner: Hashable) -> int:
+        """Return the first position of this owner that the layer's storage still holds; 0 for unknown owners."""
+        self.view(layer)
+        return 0
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError where a page is lost, shared or the sink's."""
+        self.allocator.check_integrity()
+
+
+def of_layer(items: Sequence[T], layer: int) -> T:
+    """Return what a pool has for a layer, or raise ValueError with the layers that exist."""
+    require(0 <= layer < len(items), f"layer: the pool has layers 0 to {len(items) - 1}, got {layer}")
+    return items[layer]
