@@ -8,13 +8,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from attnlab.assets import load_json
 from attnlab.checks import number, positive, require
+
+T = TypeVar("T", int, Tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,60 @@ class ScoreMod:
             value = getattr(self, half)
             given = value is not None and not isinstance(value, str)
             require(given, f"{half}: score modifier {self.name!r} needs both halves, got {value!r}", TypeError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """What a query sees: `window` keys, its own included; back to the start of its `chunk`; or all (None).
+
+    Not `causal`: of the tokens that come with it also those behind, within the window.
+
+    >>> Sight(window=4, chunk=None).first(5), Sight(window=None, chunk=8).first(21), Sight().first(5)
+    (2, 16, 0)
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+    causal: bool = True
+
+    @property
+    def partial(self) -> bool:
+        """Whether there are keys that a query far enough behind does not see."""
+        return self.window is not None or self.chunk is not None
+
+    @property
+    def span(self) -> int | None:
+        """The most keys that one query sees; None: no bound."""
+        return min((n for n in (self.window, self.chunk) if n is not None), default=None)
+
+    def first(self, position: T) -> T:
+        """Return the first position (int, or integer tensor) that queries at `position` see; at least 0."""
+        first = position * 0
+        if self.window is not None:
+            first = _larger(first, position - (self.window - 1))
+        if self.chunk is not None:
+            first = _larger(first, position // self.chunk * self.chunk)
+        return first
+
+    def last(self, position: int, *, masked: bool = False) -> int | None:
+        """Return the last position that a query at `position` sees; None: no bound but the tokens that there are.
+
+        Where a custom mask decides (`masked`), causality is the mask's affair: only the chunk's end is left.
+        """
+        ends = [] if self.chunk is None else [position // self.chunk * self.chunk + self.chunk - 1]
+        if not masked and self.causal:
+            ends.append(position)
+        elif not masked and self.window is not None:
+            ends.append(position + self.window - 1)
+        return min(ends, default=None)
+
+    def __str__(self) -> str:
+        parts = [f"{name} {n:,}" for name, n in (("window", self.window), ("chunk", self.chunk)) if n is not None]
+        return " and ".join(parts) or "all keys"
+
+
+def _larger(a: T, b: T) -> T:
+    return torch.maximum(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else max(a, b)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +146,11 @@ class AttentionSpec:
         """Query heads that share one KV head."""
         return self.heads // self.kv_heads
 
+    @property
+    def sight(self) -> Sight:
+        """What its queries see."""
+        return Sight(window=self.window, chunk=self.chunk, causal=self.causal)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
@@ -105,7 +166,8 @@ class ModelSpec:
     """A model's layers and cache shape.
 
     `layers` are those with attention; `linear` are the numbers of those that keep no KV (linear attention).
-    `mla`: keys are latent rows whose first `v_dim` columns are the values.
+    `mla`: keys are latent rows whose first `v_dim` columns are the values. `encoder`: some layers attend to the keys of
+    an encoder (cross-attention); windows over these are not defined, and such a model is refused.
 
     >>> ModelSpec.load("SmolLM2-135M").layer(18).attention.group
     3
@@ -118,10 +180,17 @@ class ModelSpec:
     kv_dtype: torch.dtype
     mla: bool
     linear: tuple[int, ...] = ()
+    encoder: bool = False
 
     def __post_init__(self) -> None:
         positive("context_len", self.context_len)
         positive("page_size", self.page_size)
+        for layer in self.layers:
+            require(
+                not (self.encoder and layer.attention.sight.partial),
+                f"encoder, window: model {self.name!r} has an encoder, and layer {layer.index} sees "
+                f"{layer.attention.sight} only; the two do not go together",
+            )
         require(len(self.layers) > 0, f"layers: model {self.name!r} has no layer with attention")
         seen: set[int] = set()
         for layer in self.layers:
@@ -177,20 +246,26 @@ class ModelSpec:
         page_size: int = 1,
         kv_dtype: torch.dtype = torch.bfloat16,
         context_len: int | None = None,
+        **facts: Any,
     ) -> ModelSpec:
         """Return a published model's shape from `data/models.json`.
 
-        Raises ValueError where the model is unknown, or where a fact it needs is not verified in the data and no
-        argument gives it.
+        `facts` fill what the data leave open, under their names there: `layers`, `q_heads`, `kv_heads`, `qk_dim`,
+        `v_dim`, `sm_scale`, `window`, `chunk`, `pattern`. Raises ValueError where the model is unknown, where a fact it
+        needs is not verified in the data and no argument gives it, or where an argument contradicts the data.
         """
         rows = {row["name"]: row for row in load_json("models.json", "models")}
         if name not in rows:
             close = difflib.get_close_matches(str(name), rows, n=3, cutoff=0.3)
             hint = f"did you mean {' or '.join(close)}? " if close else ""
             raise ValueError(f"model: got {name!r}; {hint}data/models.json has {', '.join(rows)}")
-        row = rows[name]
+        row = _filled(rows[name], facts)
         context = context_len if context_len is not None else _known(row, "context", hint="pass context_len")
         pattern = _known(row, "pattern")
+        require(
+            isinstance(pattern, str) and pattern != "" and set(pattern) <= set("FSCL"),
+            f"pattern: expected letters of F (full), S (sliding), C (chunked), L (linear), got {pattern!r}",
+        )
         layers = [(i, _attention(row, pattern[i % len(pattern)])) for i in range(_known(row, "layers"))]
         return _model(name, layers, context, page_size, kv_dtype, row["mla"] is not None)
 
@@ -233,9 +308,27 @@ def _attention(row: dict[str, Any], kind: str) -> AttentionSpec | None:
     )
 
 
-def _known(row: dict[str, Any], field: str, hint: str = "build the ModelSpec by hand") -> Any:
+FACTS = ("layers", "q_heads", "kv_heads", "qk_dim", "v_dim", "sm_scale", "window", "chunk", "pattern")
+"""What an argument of `ModelSpec.load` may fill where the data leave it open."""
+
+
+def _filled(row: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with its gaps filled; nothing that the data know is overwritten."""
+    for field, value in facts.items():
+        require(field in FACTS, f"{field}: no fact of a model that could be filled; these can: {', '.join(FACTS)}")
+        known = row[field]
+        require(
+            known is None or known == value,
+            f"{field}: data/models.json has {known!r} for model {row['name']!r}, got {value!r}; change the loaded "
+            "spec with dataclasses.replace",
+        )
+    return {**row, **facts}
+
+
+def _known(row: dict[str, Any], field: str, hint: str | None = None) -> Any:
     if row[field] is None:
-        raise ValueError(f"{field}: not verified for model {row['name']!r} in data/models.json; {hint}")
+        way = hint or f"pass {field}=..."
+        raise ValueError(f"{field}: not verified for model {row['name']!r} in data/models.json; {way}")
     return row[field]
 
 

@@ -147,7 +147,7 @@ def test_an_argument_fills_a_missing_context(name: str) -> None:
 
 def test_the_next_missing_fact_is_named_where_an_argument_fills_the_first() -> None:
     name = next(name for name, row in MODELS.items() if row["context"] is None and row["layers"] is None)
-    with pytest.raises(ValueError, match="layers: not verified for model .* build the ModelSpec by hand"):
+    with pytest.raises(ValueError, match="layers: not verified for model .* pass layers=..."):
         ModelSpec.load(name, context_len=4096)
 
 
