@@ -6,10 +6,12 @@ engine, policy, scratch, and a tracer while somebody records. The plan is an arg
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
-from attnlab.batch import DecodeBatch
+from attnlab.batch import Batch, DecodeBatch, ExtendBatch, VerifyBatch
 from attnlab.checks import describe, positive, require, same_device, tensor
 from attnlab.engines import Engine, engine_for
 from attnlab.memory.pool import KVPool
@@ -17,7 +19,7 @@ from attnlab.memory.requests import RequestTable
 from attnlab.plan import policies  # noqa: F401  (registers the policies)
 from attnlab.plan.build import Planner
 from attnlab.plan.call import FLOATS, DecodeCall
-from attnlab.plan.plans import DecodePlan, Lane
+from attnlab.plan.plans import DecodePlan, ExtendPlan, Lane, Plan, VerifyPlan
 from attnlab.plan.policy import HostPolicy, SplitPolicy, resolve_policy
 from attnlab.plan.workspace import Partials, Workspace
 from attnlab.spec import LayerSpec, ModelSpec
@@ -31,7 +33,8 @@ class AttentionBackend:
     with; on a CPU it may be that of the GPU one studies, or None where unknown. Scratch for batches of up to
     `max_requests` requests and `max_tokens` tokens is allocated here, once; calls share it, so one thread (and
     stream) at a time. Without shared slots no batch has more tokens than the pool has slots, which is what
-    `max_tokens` is unless it is given.
+    `max_tokens` is unless it is given. `deterministic`: bits do not change with the rest of the batch, nor with where a
+    prompt is cut into chunks; it takes a policy that looks at each request alone.
 
     The parts by hand, for one request of five tokens (`attnlab.workbench` does the same in a line):
 
@@ -66,6 +69,7 @@ class AttentionBackend:
         max_requests: int,
         multiprocessors: int | None,
         max_tokens: int | None = None,
+        deterministic: bool = False,
     ) -> None:
         positive("max_requests", max_requests)
         max_tokens = pool.num_slots if max_tokens is None else positive("max_tokens", max_tokens)
@@ -82,6 +86,12 @@ class AttentionBackend:
             policy=self.policy,
             ops=self.engine.ops,
             multiprocessors=multiprocessors,
+            one_pass=deterministic,
+        )
+        require(
+            not deterministic or self.policy.batch_invariant,
+            f"deterministic: policy {self.policy.name!r} cuts a request by what else is in the batch; use one that "
+            "looks at the request alone, such as 'tile'",
         )
         self.workspace = Workspace(
             max_ranges=self._max_ranges(max_requests, max_tokens),
@@ -90,7 +100,13 @@ class AttentionBackend:
             device=pool.device,
         )
 
-    def plan(self, batch: DecodeBatch) -> DecodePlan:
+    @overload
+    def plan(self, batch: DecodeBatch) -> DecodePlan: ...
+    @overload
+    def plan(self, batch: ExtendBatch) -> ExtendPlan: ...
+    @overload
+    def plan(self, batch: VerifyBatch) -> VerifyPlan: ...
+    def plan(self, batch: Batch) -> Plan:
         """Return the plan of a step; raise before any list is gathered where the batch cannot be served."""
         return self.planner.build(batch, max_ranges=self.workspace.max_ranges)
 
@@ -159,11 +175,13 @@ class AttentionBackend:
 
     def _max_ranges(self, max_requests: int, max_tokens: int) -> int:
         """Return the most ranges that a batch of so many requests and tokens can be cut into, in any lane."""
-        bound = min(self.model.context_len, self.table.max_context)
-        total = min(max_requests * bound, max_tokens)
-        contexts = [self.planner.context(layers) for layers in self.planner.kinds().values()]
-        bounds = [self.policy.bounds(bound_max=bound, ctx=ctx) for ctx in contexts]
-        return max(b.capacity(reqs=max_requests, total=total) for b in bounds)
+        context = min(self.model.context_len, self.table.max_context)
+        most = 1
+        for kind, layers in self.planner.kinds().items():
+            bound = min(context, kind.sight.span or context)
+            bounds = self.policy.bounds(bound_max=bound, ctx=self.planner.context(layers))
+            most = max(most, bounds.capacity(reqs=max_requests, total=min(max_requests * bound, max_tokens)))
+        return most
 
 
 def _check_parts(model: ModelSpec, pool: KVPool, table: RequestTable, max_requests: int) -> None:

@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnlab.checks import require, tensor
+from attnlab.checks import require, same_device, tensor
+from attnlab.mask import CAUSAL, Causal, CustomMask, Mask, depths
 
 MAX_LEN = 2**30
 """Tokens of a request, and of a batch. Offsets are int32; half of their range leaves room for rounding up."""
@@ -150,14 +151,150 @@ class DecodeBatch:
     @classmethod
     def of(cls, *, rows: Sequence[int], lens: Sequence[int], device: torch.device | str) -> DecodeBatch:
         """Return a batch whose rows and lengths the host knows; `device` is the pool's."""
-        whole = [operator.index(row) for row in rows]
-        return cls(rows=torch.tensor(whole, dtype=torch.int64), seq=HostLens.of(lens, device=device))
+        return cls(rows=_host_rows(rows), seq=HostLens.of(lens, device=device))
 
     def __post_init__(self) -> None:
-        tensor("rows", self.rows, shape=["reqs"], dtype=(torch.int32, torch.int64))
+        _check_rows(self.rows, "seq", self.seq)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExtendBatch:
+    """Several query tokens per request: prefill, a chunk of one, drafts that extend, or a mix with decodes.
+
+    Of each request `prefix` tokens are cached and `new` ones come with the call; the request table has slots for both.
+    A row without new tokens is padding. `mask` says which keys a new token sees.
+
+    >>> batch = ExtendBatch.of(rows=[0, 1], prefix=[0, 512], new=[300, 1], device="cpu")
+    >>> batch.new.bound_total, batch.new.bound_max
+    (301, 300)
+    """
+
+    rows: Int[Tensor, " reqs"]
+    prefix: Lens
+    new: Lens
+    mask: Mask = CAUSAL
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        rows: Sequence[int],
+        prefix: Sequence[int],
+        new: Sequence[int],
+        device: torch.device | str,
+        mask: Mask = CAUSAL,
+    ) -> ExtendBatch:
+        """Return a batch whose rows and lengths the host knows; `device` is the pool's."""
+        lens = [HostLens.of(n, device=device) for n in (prefix, new)]
+        return cls(rows=_host_rows(rows), prefix=lens[0], new=lens[1], mask=mask)
+
+    def __post_init__(self) -> None:
+        _check_rows(self.rows, "prefix", self.prefix)
+        _check_rows(self.rows, "new", self.new)
+        _check_mask(self.mask, self.prefix, self.new)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class VerifyBatch:
+    """Draft tokens whose fate the target model decides: `drafts` per request, after `prefix` cached tokens.
+
+    `depth` is int32 `[tokens]`: a draft stands at position `prefix + depth`; in a tree, siblings share one.
+    """
+
+    rows: Int[Tensor, " reqs"]
+    prefix: Lens
+    drafts: Lens
+    depth: Int[Tensor, " tokens"]
+    mask: Mask
+
+    @classmethod
+    def chain(
+        cls,
+        *,
+        rows: Sequence[int],
+        prefix: Sequence[int],
+        drafts: int | Sequence[int],
+        device: torch.device | str,
+    ) -> VerifyBatch:
+        """Return a batch of chains: each draft follows the one before. `drafts` may be one number for all.
+
+        >>> VerifyBatch.chain(rows=[0, 1], prefix=[7, 9], drafts=3, device="cpu").depth.tolist()
+        [0, 1, 2, 0, 1, 2]
+        """
+        counts = [drafts] * len(rows) if isinstance(drafts, int) else list(drafts)
+        new = HostLens.of(counts, device=device)
+        return cls(
+            rows=_host_rows(rows),
+            prefix=HostLens.of(prefix, device=device),
+            drafts=new,
+            depth=_flat([range(n) for n in new.values], device),
+            mask=CAUSAL,
+        )
+
+    @classmethod
+    def tree(
+        cls,
+        *,
+        rows: Sequence[int],
+        prefix: Sequence[int],
+        parents: Sequence[Sequence[int]],
+        device: torch.device | str,
+    ) -> VerifyBatch:
+        """Return a batch of draft trees. `parents[r][i]` is draft i's parent; the root comes first and has -1.
+
+        >>> VerifyBatch.tree(rows=[0], prefix=[8], parents=[[-1, 0, 0]], device="cpu").depth.tolist()
+        [0, 1, 1]
+        """
+        mask = CustomMask.of_trees(parents, cached=prefix, device=device)
+        return cls(
+            rows=_host_rows(rows),
+            prefix=HostLens.of(prefix, device=device),
+            drafts=HostLens.of([len(tree) for tree in parents], device=device),
+            depth=_flat([depths(tree) for tree in parents], device),
+            mask=mask,
+        )
+
+    def __post_init__(self) -> None:
+        _check_rows(self.rows, "prefix", self.prefix)
+        _check_rows(self.rows, "drafts", self.drafts)
+        tokens = self.drafts.bound_total
+        hint = "one for every draft"
+        tensor("depth", self.depth, shape=[tokens], dtype=torch.int32, device=self.drafts.device.device, hint=hint)
+        _check_mask(self.mask, self.prefix, self.drafts)
+
+
+Batch = DecodeBatch | ExtendBatch | VerifyBatch
+
+
+def _host_rows(rows: Sequence[int]) -> Tensor:
+    return torch.tensor([operator.index(row) for row in rows], dtype=torch.int64)
+
+
+def _flat(numbers: Sequence[Sequence[int]], device: torch.device | str) -> Tensor:
+    return torch.tensor([n for mine in numbers for n in mine], dtype=torch.int32).to(device, non_blocking=True)
+
+
+def _check_rows(rows: Tensor, name: str, lens: Lens) -> None:
+    tensor("rows", rows, shape=["reqs"], dtype=(torch.int32, torch.int64))
+    require(
+        rows.shape[0] == lens.count,
+        f"rows: expected one per request of {name} ({lens.count}), got {rows.shape[0]}",
+    )
+
+
+def _check_mask(mask: Mask, prefix: Lens, new: Lens) -> None:
+    """Raise unless a custom mask lies beside the lengths and, where the host knows these, has a bit for every pair."""
+    if not isinstance(mask, CustomMask):
+        require(isinstance(mask, Causal), f"mask: expected Causal() or a CustomMask, got {mask!r}", TypeError)
+        return
+    there, here = mask.bits.device, prefix.device.device
+    require(same_device(there, here), f"mask: expected on {here} like the lengths, got {there}")
+    if isinstance(prefix, HostLens) and isinstance(new, HostLens):
+        pairs = sum(n * (p + n) for p, n in zip(prefix.values, new.values, strict=True))
         require(
-            self.rows.shape[0] == self.seq.count,
-            f"rows: expected one per request of seq ({self.seq.count}), got {self.rows.shape[0]}",
+            mask.bits.shape[0] == pairs,
+            f"mask: expected {pairs:,} bits, the sum of new x (cached + new) over cached {list(prefix.values[:8])} and "
+            f"new {list(new.values[:8])}, got {mask.bits.shape[0]:,}",
         )
 
 

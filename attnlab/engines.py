@@ -20,8 +20,8 @@ from attnlab.kernels import decode as triton_decode
 from attnlab.kernels import scores as triton_scores
 from attnlab.kernels.index import TritonPlanOps
 from attnlab.kernels.target import Target, launching_on
-from attnlab.plan.build import PlanOps
 from attnlab.plan.call import DecodeCall
+from attnlab.plan.ops import PlanOps
 from attnlab.spec import AttentionSpec
 
 

@@ -16,6 +16,7 @@ FLOORS = {
     "_triton": 0,
     "assets": 0,
     "batch": 0,
+    "mask": 0,
     "checks": 0,
     "registry": 0,
     "spec": 0,

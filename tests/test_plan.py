@@ -20,9 +20,10 @@ from attnlab.eager.index import EagerPlanOps
 from attnlab.kernels.index import TritonPlanOps
 from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.requests import RequestTable
-from attnlab.plan.build import Planner, PlanOps
+from attnlab.plan.build import Planner
 from attnlab.plan.index import KVIndex
 from attnlab.plan.layout import KVLayout
+from attnlab.plan.ops import PlanOps
 from attnlab.plan.plans import DecodePlan
 from attnlab.plan.policies.static import Static
 from attnlab.plan.policies.tile import Tile
@@ -38,7 +39,7 @@ from attnlab.plan.policy import (
 )
 from attnlab.plan.schedule import Schedule
 from attnlab.plan.splits import SplitPlan, offsets_of, splits_of_host, splits_of_sizes
-from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec
+from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec, Sight
 from tests.strategies import DEVICE, Held, cut_batches, tables
 
 OPS: dict[str, PlanOps] = {"eager": EagerPlanOps(), "triton": TritonPlanOps(torch.device(DEVICE))}
@@ -60,6 +61,7 @@ def gather(ops: str, held: Held, start: list[int], *, spare: int = 0) -> list[in
         table=held.table.slots,
         rows=held.row_tensor,
         start=ints(start),
+        first=ints(start),
         indptr=offsets_of(ints(counts)),
         capacity=sum(counts) + spare,
     )
@@ -81,10 +83,12 @@ def test_gather_gives_the_originals_index(ops: str, kind: str) -> None:
     with np.load(data_path("golden/original/flashinfer_kv_indices.npz")) as file:
         golden = {name: torch.from_numpy(file[name]).to(DEVICE) for name in file.files}
     wanted, start = golden[f"{kind}_kv_indices"], golden["kv_start_idx"].int()
+    start = start if kind == "start" else torch.zeros_like(start)
     slots = OPS[ops].gather(
         table=golden["req_to_token"],
         rows=golden["req_pool_indices"],
-        start=start if kind == "start" else torch.zeros_like(start),
+        start=start,
+        first=start,
         indptr=golden[f"{kind}_kv_indptr"],
         capacity=wanted.shape[0],
     )
@@ -95,7 +99,7 @@ def test_gather_gives_the_originals_index(ops: str, kind: str) -> None:
 def test_gather_reads_a_request_of_a_million_tokens(ops: str) -> None:
     table = torch.arange(2_000_000, dtype=torch.int32, device=DEVICE).view(2, 1_000_000)
     slots = OPS[ops].gather(
-        table=table, rows=ints([1]), start=ints([0]), indptr=ints([0, 1_000_000]), capacity=1_000_000
+        table=table, rows=ints([1]), start=ints([0]), first=ints([0]), indptr=ints([0, 1_000_000]), capacity=1_000_000
     )
     assert torch.equal(slots, torch.arange(1_000_000, 2_000_000, device=DEVICE))
 
@@ -108,6 +112,7 @@ def test_gather_serves_4096_requests(ops: str) -> None:
         table=table,
         rows=torch.arange(4095, -1, -1, device=DEVICE),
         start=torch.zeros(4096, dtype=torch.int32, device=DEVICE),
+        first=torch.zeros(4096, dtype=torch.int32, device=DEVICE),
         indptr=offsets_of(ints(counts)),
         capacity=sum(counts),
     )
@@ -119,7 +124,7 @@ def test_gather_serves_4096_requests(ops: str) -> None:
 def test_gather_of_no_request_is_all_sink(ops: str, capacity: int) -> None:
     none = torch.zeros(0, dtype=torch.int32, device=DEVICE)
     table = torch.full((2, 4), 7, dtype=torch.int32, device=DEVICE)
-    slots = OPS[ops].gather(table=table, rows=none.long(), start=none, indptr=ints([0]), capacity=capacity)
+    slots = OPS[ops].gather(table=table, rows=none.long(), start=none, first=none, indptr=ints([0]), capacity=capacity)
     assert slots.tolist() == [0] * capacity
 
 
@@ -149,7 +154,7 @@ def test_a_full_layout_begins_at_position_0() -> None:
     with pytest.raises(ValueError, match="start: a full layout begins at position 0"):
         dataclasses.replace(layout, start=ints([3])).validate(num_slots=8)
     with pytest.raises(ValueError, match="start: expected no negative position"):
-        dataclasses.replace(layout, start=ints([-3]), window=4).validate(num_slots=8)
+        dataclasses.replace(layout, start=ints([-3]), sight=Sight(window=4)).validate(num_slots=8)
     with pytest.raises(ValueError, match=r"start: expected \[1\] int32"):
         dataclasses.replace(layout, start=ints([0, 0]))
 
@@ -554,22 +559,13 @@ def test_a_host_policy_needs_lengths_that_the_host_knows() -> None:
         bench.plan(DeviceLens(device=ints([5]), bound_each=5, bound_total=5))
 
 
-@pytest.mark.parametrize("field", ["window", "chunk"])
-def test_layers_that_see_part_of_the_keys_are_named(field: str) -> None:
-    bench = Bench([5])
-    attention = dataclasses.replace(bench.model.layers[1].attention, **{field: 4})
-    layers = (bench.model.layers[0], dataclasses.replace(bench.model.layers[1], attention=attention))
-    with pytest.raises(NotImplementedError, match=f"layers 1 have {field} 4"):
-        bench.planner(dataclasses.replace(bench.model, layers=layers)).build(bench.batch())
-
-
 def test_layers_of_one_kind_share_a_lane_and_others_have_their_own() -> None:
     wide = AttentionSpec(heads=4, kv_heads=2, qk_dim=8, v_dim=8, scale=0.3)
     kinds = [wide, dataclasses.replace(wide, kv_heads=4), dataclasses.replace(wide, softcap=5.0)]
     bench = Bench([40])
     model = dataclasses.replace(
         bench.model,
-        layers=tuple(LayerSpec(index=10 + i, attention=a, pool_layer=i) for i, a in enumerate(kinds)),
+        layers=tuple(LayerSpec(index=10 + i, attention=a, pool_layer=i % 2) for i, a in enumerate(kinds)),
     )
     plan = bench.planner(model).build(bench.batch())
     assert plan.lane_of_layer == {10: 0, 11: 1, 12: 0}

@@ -5,22 +5,61 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnlab import mask
+from attnlab.memory.pool import Translation
+from attnlab.plan.layout import Extent
 from attnlab.plan.policy import SplitContext, SplitPolicy, SplitSizes
-from attnlab.plan.splits import owner_of
+from attnlab.plan.splits import offsets_of, owner_of
+from attnlab.spec import Sight
 
 
 class EagerPlanOps:
     """PlanOps in torch, on any device."""
 
-    def gather(self, *, table: Tensor, rows: Tensor, start: Tensor, indptr: Tensor, capacity: int) -> Tensor:
-        """Return int64 slots: entry `indptr[r] + j` is `table[rows[r], start[r] + j]`. The tail is 0, the sink."""
+    def extent(self, *, query: Tensor, end: Tensor, sight: Sight, align: int, capacity: int) -> Extent:
+        """Return which positions the lists hold."""
+        visible = torch.minimum(sight.first(query), end)
+        start = torch.where(visible < end, visible // align * align, end)
+        ends = (end - start).long().cumsum(0).clamp(max=capacity)
+        indptr = torch.nn.functional.pad(ends, (1, 0)).int()
+        return Extent(start=start, start_visible=start if align == 1 else visible, indptr=indptr)
+
+    def gather(
+        self, *, table: Tensor, rows: Tensor, start: Tensor, first: Tensor, indptr: Tensor, capacity: int
+    ) -> Tensor:
+        """Return int64 ids: entry `indptr[r] + j` is `table[rows[r], max(start[r] + j, first[r])]`. The tail is 0."""
         if rows.shape[0] == 0 or capacity == 0:
             return torch.zeros(capacity, dtype=torch.int64, device=table.device)
         entry = torch.arange(capacity, dtype=torch.int32, device=table.device)
         req = owner_of(entry, indptr)
-        column = start[req] + entry - indptr[req]
+        column = torch.maximum(start[req] + entry - indptr[req], first[req])
         live = (entry < indptr[-1]) & (column < table.shape[1])
         return torch.where(live, table[rows[req], column.clamp(max=table.shape[1] - 1)].long(), 0)
+
+    def join(
+        self, *, first: Tensor, first_indptr: Tensor, second: Tensor, second_indptr: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return each request's entries of `first`, then those of `second`, and the offsets."""
+        indptr = offsets_of(first_indptr.diff() + second_indptr.diff())
+        joined = torch.zeros(first.shape[0] + second.shape[0], dtype=torch.int64, device=first.device)
+        for ids, own, shift in ((first, first_indptr, second_indptr[:-1]), (second, second_indptr, first_indptr[1:])):
+            if ids.shape[0] == 0 or indptr.shape[0] == 1:
+                continue
+            entry = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)
+            # An entry moves by what lies before it in the other list. Tails add 0 to the first place.
+            place = entry + shift[owner_of(entry, own)]
+            live = entry < own[-1]
+            joined.scatter_add_(0, torch.where(live, place, 0).long(), torch.where(live, ids.long(), 0))
+        return joined, indptr
+
+    def translate(self, ids: Tensor, indptr: Tensor, translation: Translation) -> Tensor:
+        """Return the ids in the translation's target space; from entry `indptr[-1]` on they are 0."""
+        live = torch.arange(ids.shape[0], device=ids.device) < indptr[-1]
+        return torch.where(live, translation.apply(torch.where(live, ids, 0)), 0)
+
+    def mask_offsets(self, new: Tensor, keys: Tensor) -> Tensor:
+        """Return where each request's bits begin, and the end."""
+        return mask.mask_offsets(new, keys)
 
     def sizes(self, policy: SplitPolicy, lens: Tensor, ctx: SplitContext) -> SplitSizes:
         """Return the policy's range sizes."""

@@ -7,7 +7,10 @@ from torch import Tensor
 
 from attnlab._triton import jit, tl
 from attnlab.kernels.target import launching_on
+from attnlab.memory.pool import Translation
+from attnlab.plan.layout import Extent
 from attnlab.plan.policy import SplitContext, SplitPolicy, SplitSizes
+from attnlab.spec import Sight
 
 _BLOCK = 512
 
@@ -18,20 +21,98 @@ class TritonPlanOps:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def gather(self, *, table: Tensor, rows: Tensor, start: Tensor, indptr: Tensor, capacity: int) -> Tensor:
-        """Computes: entry `indptr[r] + j` of the result = `table[rows[r], start[r] + j]`, int64; the tail is 0.
+    def extent(self, *, query: Tensor, end: Tensor, sight: Sight, align: int, capacity: int) -> Extent:
+        """Computes: start_visible = min(first position seen from query, end), start = that rounded down to `align`
+        (`end` where the list is empty), indptr = their running sum, held to `capacity`.
 
-        Shapes: `table [max_requests, max_context]` int32; `rows`, `start` `[reqs]`; `indptr [reqs + 1]` int32.
+        Shapes: `query`, `end` `[reqs]` int32. Grid: one program, which carries the running sum over all requests.
+        """
+        reqs = end.shape[0]
+        start, visible = torch.empty_like(end), torch.empty_like(end)
+        indptr = torch.zeros(reqs + 1, dtype=torch.int32, device=end.device)
+        if reqs:
+            with launching_on(self.device):
+                _extent_kernel[(1,)](
+                    query,
+                    end,
+                    start,
+                    visible,
+                    indptr,
+                    reqs,
+                    sight.window or 0,
+                    sight.chunk or 0,
+                    align,
+                    capacity,
+                    BLOCK=_BLOCK,
+                )
+        return Extent(start=start, start_visible=start if align == 1 else visible, indptr=indptr)
+
+    def gather(
+        self, *, table: Tensor, rows: Tensor, start: Tensor, first: Tensor, indptr: Tensor, capacity: int
+    ) -> Tensor:
+        """Computes: entry `indptr[r] + j` of the result = `table[rows[r], max(start[r] + j, first[r])]`, int64; the
+        tail is 0.
+
+        Shapes: `table [max_requests, max_context]` int32; `rows`, `start`, `first` `[reqs]`; `indptr [reqs + 1]` int32.
         Grid: one program per request, which copies its row in chunks.
         Reads/writes: nothing else; columns are kept inside the table.
         """
-        slots = torch.zeros(capacity, dtype=torch.int64, device=table.device)
+        ids = torch.zeros(capacity, dtype=torch.int64, device=table.device)
         if rows.shape[0] and capacity:
             with launching_on(self.device):
                 _gather_kernel[(rows.shape[0],)](
-                    table, rows, start, indptr, slots, table.stride(0), table.shape[1], BLOCK=_BLOCK
+                    table, rows, start, first, indptr, ids, table.stride(0), table.shape[1], BLOCK=_BLOCK
                 )
-        return slots
+        return ids
+
+    def join(
+        self, *, first: Tensor, first_indptr: Tensor, second: Tensor, second_indptr: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Computes: each request's entries of `first`, then those of `second`, int64, and the offsets, int32.
+
+        Shapes: lists of any length, offsets `[reqs + 1]`. Grid: one program per request.
+        Reads/writes: live entries alone; the tail of the result is 0.
+        """
+        joined = torch.zeros(first.shape[0] + second.shape[0], dtype=torch.int64, device=first.device)
+        reqs = first_indptr.shape[0] - 1
+        indptr = torch.zeros(reqs + 1, dtype=torch.int32, device=first.device)
+        if reqs:
+            with launching_on(self.device):
+                _join_kernel[(reqs,)](first, first_indptr, second, second_indptr, joined, indptr, BLOCK=_BLOCK)
+        return joined, indptr
+
+    def translate(self, ids: Tensor, indptr: Tensor, translation: Translation) -> Tensor:
+        """Computes: `pages[id // page_size] * stride + id % page_size` for the live entries, 0 where there is no page.
+
+        Shapes: `ids [capacity]` int64, `indptr [reqs + 1]` int32 (its last entry says how many are live).
+        Grid: one program per 512 entries.
+        """
+        pages = translation.pages
+        if pages is None:
+            return ids
+        translated = torch.zeros_like(ids)
+        if ids.shape[0]:
+            with launching_on(self.device):
+                _translate_kernel[(-(-ids.shape[0] // _BLOCK),)](
+                    ids,
+                    indptr[-1:],
+                    pages,
+                    translated,
+                    pages.shape[0],
+                    translation.page_size,
+                    translation.stride,
+                    BLOCK=_BLOCK,
+                )
+        return translated
+
+    def mask_offsets(self, new: Tensor, keys: Tensor) -> Tensor:
+        """Computes: the running sum of `new x keys`, int64, from 0. Grid: one program, which carries it."""
+        reqs = new.shape[0]
+        offsets = torch.zeros(reqs + 1, dtype=torch.int64, device=new.device)
+        if reqs:
+            with launching_on(self.device):
+                _mask_offsets_kernel[(1,)](new, keys, offsets, reqs, BLOCK=_BLOCK)
+        return offsets
 
     def sizes(self, policy: SplitPolicy, lens: Tensor, ctx: SplitContext) -> SplitSizes:
         """Return the policy's range sizes, from its Triton half where it has one."""
@@ -39,13 +120,46 @@ class TritonPlanOps:
             return policy.sizes_triton(lens, ctx)
 
 
+@jit(do_not_specialize=("reqs", "window", "chunk", "align", "capacity"))
+def _extent_kernel(
+    query_ptr,
+    end_ptr,
+    start_ptr,
+    visible_ptr,
+    indptr_ptr,
+    reqs,
+    window,
+    chunk,
+    align,
+    capacity,
+    BLOCK: tl.constexpr,
+):
+    # Reference: update_sliding_window_buffer, but for its decode window, which is one key short.
+    total = tl.zeros([], tl.int64)
+    for at in range(0, reqs, BLOCK):
+        req = at + tl.arange(0, BLOCK)
+        live = req < reqs
+        query = tl.load(query_ptr + req, mask=live, other=0)
+        end = tl.load(end_ptr + req, mask=live, other=0)
+        first = tl.where(window > 0, tl.maximum(query - window + 1, 0), 0)
+        first = tl.where(chunk > 0, tl.maximum(first, query // tl.maximum(chunk, 1) * chunk), first)
+        first = tl.minimum(first, end)
+        start = tl.where(first < end, first // align * align, end)
+        ends = total + tl.cumsum((end - start).to(tl.int64), 0)
+        total += tl.sum((end - start).to(tl.int64), 0)
+        tl.store(visible_ptr + req, first, mask=live)
+        tl.store(start_ptr + req, start, mask=live)
+        tl.store(indptr_ptr + req + 1, tl.minimum(ends, capacity).to(tl.int32), mask=live)
+
+
 @jit
 def _gather_kernel(
     table_ptr,
     rows_ptr,
     start_ptr,
+    first_ptr,
     indptr_ptr,
-    slots_ptr,
+    ids_ptr,
     table_stride,
     columns,
     BLOCK: tl.constexpr,
@@ -54,11 +168,63 @@ def _gather_kernel(
     req = tl.program_id(0)
     row = tl.load(rows_ptr + req).to(tl.int64)  # rows * columns may pass 2^31
     start = tl.load(start_ptr + req)
-    first = tl.load(indptr_ptr + req)
-    last = tl.load(indptr_ptr + req + 1)
-    for at in range(first, last, BLOCK):
+    first = tl.load(first_ptr + req)
+    list_start = tl.load(indptr_ptr + req)
+    list_end = tl.load(indptr_ptr + req + 1)
+    for at in range(list_start, list_end, BLOCK):
         entry = at + tl.arange(0, BLOCK)
-        column = start + entry - first
-        live = entry < last
-        slot = tl.load(table_ptr + row * table_stride + column, mask=live & (column < columns), other=0)
-        tl.store(slots_ptr + entry, slot.to(tl.int64), mask=live)
+        column = tl.maximum(start + entry - list_start, first)
+        live = entry < list_end
+        id = tl.load(table_ptr + row * table_stride + column, mask=live & (column < columns), other=0)
+        tl.store(ids_ptr + entry, id.to(tl.int64), mask=live)
+
+
+@jit
+def _join_kernel(
+    first_ptr,
+    first_indptr_ptr,
+    second_ptr,
+    second_indptr_ptr,
+    joined_ptr,
+    indptr_ptr,
+    BLOCK: tl.constexpr,
+):
+    # Reference: build_unified_kv_indices.
+    req = tl.program_id(0)
+    first_start = tl.load(first_indptr_ptr + req)
+    first_end = tl.load(first_indptr_ptr + req + 1)
+    second_start = tl.load(second_indptr_ptr + req)
+    second_end = tl.load(second_indptr_ptr + req + 1)
+    tl.store(indptr_ptr + req + 1, (first_end + second_end).to(tl.int32))
+    for at in range(first_start, first_end, BLOCK):
+        entry = at + tl.arange(0, BLOCK)
+        id = tl.load(first_ptr + entry, mask=entry < first_end)
+        tl.store(joined_ptr + entry + second_start, id.to(tl.int64), mask=entry < first_end)
+    for at in range(second_start, second_end, BLOCK):
+        entry = at + tl.arange(0, BLOCK)
+        id = tl.load(second_ptr + entry, mask=entry < second_end)
+        tl.store(joined_ptr + entry + first_end, id.to(tl.int64), mask=entry < second_end)
+
+
+@jit(do_not_specialize=("num_pages", "stride"))
+def _translate_kernel(ids_ptr, total_ptr, pages_ptr, translated_ptr, num_pages, page_size, stride, BLOCK: tl.constexpr):
+    # Reference: translate_kv_loc, translate_kv_loc_dense, translate_loc_from_full_to_swa.
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = entry < tl.load(total_ptr)
+    id = tl.load(ids_ptr + entry, mask=live, other=0)
+    page = id // page_size
+    known = live & (id >= 0) & (page < num_pages)
+    storage = tl.load(pages_ptr + page, mask=known, other=-1)
+    translated = tl.where(storage >= 0, storage * stride + id % page_size, 0)
+    tl.store(translated_ptr + entry, translated, mask=live)
+
+
+@jit(do_not_specialize=("reqs",))
+def _mask_offsets_kernel(new_ptr, keys_ptr, offsets_ptr, reqs, BLOCK: tl.constexpr):
+    total = tl.zeros([], tl.int64)
+    for at in range(0, reqs, BLOCK):
+        req = at + tl.arange(0, BLOCK)
+        new = tl.load(new_ptr + req, mask=req < reqs, other=0).to(tl.int64)
+        pairs = new * tl.load(keys_ptr + req, mask=req < reqs, other=0).to(tl.int64)
+        tl.store(offsets_ptr + req + 1, total + tl.cumsum(pairs, 0), mask=req < reqs)
+        total += tl.sum(pairs, 0)

@@ -8,42 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, assert_never, runtime_checkable
+from typing import NamedTuple, assert_never, overload
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnlab.batch import DecodeBatch, HostLens, Lens
+from attnlab.batch import Batch, DecodeBatch, ExtendBatch, HostLens, Lens, VerifyBatch
 from attnlab.checks import require, same_device
+from attnlab.mask import Mask
 from attnlab.memory.pool import KVPool
 from attnlab.memory.requests import RequestTable
 from attnlab.plan.index import KVIndex
-from attnlab.plan.layout import KVLayout
-from attnlab.plan.plans import DecodePlan, Lane
-from attnlab.plan.policy import HostPolicy, SplitContext, SplitPolicy, SplitSizes
+from attnlab.plan.layout import Extent, KVLayout, seen, together
+from attnlab.plan.ops import PlanOps
+from attnlab.plan.plans import DecodePlan, ExtendLane, ExtendPlan, Lane, Plan, Queries, VerifyPlan
+from attnlab.plan.policy import HostPolicy, SplitContext, SplitPolicy
 from attnlab.plan.schedule import Schedule
-from attnlab.plan.splits import SplitPlan, cut_lens
-from attnlab.spec import LayerSpec, ModelSpec
+from attnlab.plan.splits import cut_lens, owner_of
+from attnlab.spec import LayerSpec, ModelSpec, Sight
+
+ONE_PASS_TILE = 128
+"""Lists that a one-pass extend sweeps begin at a multiple of so many positions: the widest tile of keys."""
 
 
-@runtime_checkable
-class PlanOps(Protocol):
-    """The device functions that planning needs; each engine brings its own."""
+class Kind(NamedTuple):
+    """What layers that share a lane have in common."""
 
-    def gather(
-        self,
-        *,
-        table: Int[Tensor, "max_requests max_context"],
-        rows: Int[Tensor, " reqs"],
-        start: Int[Tensor, " reqs"],
-        indptr: Int[Tensor, " reqs_1"],
-        capacity: int,
-    ) -> Int[Tensor, " capacity"]:
-        """Return int64 slots: entry `indptr[r] + j` is `table[rows[r], start[r] + j]`. The tail is 0, the sink."""
-
-    def sizes(self, policy: SplitPolicy, lens: Int[Tensor, " reqs"], ctx: SplitContext) -> SplitSizes:
-        """Return the policy's range sizes."""
+    kv_heads: int
+    sight: Sight
+    space: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +50,15 @@ class Planner:
     policy: SplitPolicy | HostPolicy
     ops: PlanOps
     multiprocessors: int | None
+    one_pass: bool = False
 
-    def build(self, batch: DecodeBatch, *, max_ranges: int | None = None) -> DecodePlan:
+    @overload
+    def build(self, batch: DecodeBatch, *, max_ranges: int | None = None) -> DecodePlan: ...
+    @overload
+    def build(self, batch: ExtendBatch, *, max_ranges: int | None = None) -> ExtendPlan: ...
+    @overload
+    def build(self, batch: VerifyBatch, *, max_ranges: int | None = None) -> VerifyPlan: ...
+    def build(self, batch: Batch, *, max_ranges: int | None = None) -> Plan:
         """Return the plan of a step. Lengths, rows and ranges are checked before any list is gathered.
 
         `max_ranges` is what the scratch holds, where the plan is to be run: a batch that may need more is refused.
@@ -65,6 +66,10 @@ class Planner:
         match batch:
             case DecodeBatch():
                 return self._decode(batch, max_ranges)
+            case ExtendBatch():
+                return self._extend(batch)
+            case VerifyBatch():
+                return self._verify(batch, max_ranges)
             case _:
                 assert_never(batch)
 
@@ -72,8 +77,8 @@ class Planner:
         """Return the layers that share a lane: same KV heads, same visible keys, same id space."""
         kinds: dict[Kind, list[LayerSpec]] = {}
         for layer in self.model.layers:
-            a = layer.attention
-            kinds.setdefault((a.kv_heads, a.window, a.chunk, self.pool.space(layer.pool_layer)), []).append(layer)
+            a, space = layer.attention, self.pool.translation(layer.pool_layer).target
+            kinds.setdefault(Kind(a.kv_heads, a.sight, space), []).append(layer)
         return kinds
 
     def context(self, layers: Sequence[LayerSpec]) -> SplitContext:
@@ -91,31 +96,60 @@ class Planner:
         )
 
     def _decode(self, batch: DecodeBatch, max_ranges: int | None) -> DecodePlan:
-        lens, kinds = batch.seq, self.kinds()
-        rows = self._rows(batch)
-        for layers in kinds.values():
-            _refuse_partial_sight(layers)
-        indptr = _offsets(lens)
-        live = indptr.diff()
-        cuts = [cut_lens(self.policy, lens, live, self.context(layers), self.ops.sizes) for layers in kinds.values()]
-        for splits in cuts:
-            require(
-                max_ranges is None or splits.capacity <= max_ranges,
-                f"batch: may need {splits.capacity:,} ranges, the scratch holds {max_ranges}; build the backend with "
-                "a larger max_requests or max_tokens",
-            )
-        pairs = zip(kinds.values(), cuts, strict=True)
+        rows = self._rows(batch.rows, batch.seq, query=batch.seq, behind=1)
+        live = _held(batch.seq)
+        # A padded row's token is looked for beyond the table, where only the sink is found.
+        newest = torch.where(live > 0, live - 1, self.table.max_context)
+        one_each = torch.arange(batch.seq.count + 1, dtype=torch.int32, device=live.device)
+        new = _Lists(extent=Extent(start=newest, start_visible=newest, indptr=one_each), capacity=batch.seq.count)
         return DecodePlan(
             batch=batch,
-            lanes=tuple(self._lane(layers[0], rows, indptr, live, splits, lens) for layers, splits in pairs),
-            lane_of_layer={layer.index: i for i, layers in enumerate(kinds.values()) for layer in layers},
+            lanes=self._split_lanes(rows, batch.seq, new, behind=1, max_ranges=max_ranges),
+            lane_of_layer=_lane_of_layer(self.kinds()),
             epoch=self.pool.epoch,
             multiprocessors=self.multiprocessors,
         )
 
-    def _rows(self, batch: DecodeBatch) -> Int[Tensor, " reqs"]:
-        """Return the rows on the device. Rows on the host are checked first, those on the device kept in bounds."""
-        lens, table = batch.seq, self.table
+    def _extend(self, batch: ExtendBatch) -> ExtendPlan:
+        rows = self._rows(batch.rows, together(batch.prefix, batch.new), query=batch.prefix, behind=0)
+        new = _new_tokens(batch.prefix, batch.new)
+        lanes = []
+        for kind, layers in self.kinds().items():
+            lists = self._one_pass(batch, kind.sight) if self.one_pass else self._cached(batch.prefix, kind.sight, 0)
+            lanes.append(
+                ExtendLane(
+                    layout=self._layout(rows, layers, lists),
+                    write_slots=self._index(rows, layers, new).slots,
+                )
+            )
+        return ExtendPlan(
+            batch=batch,
+            queries=self._queries(batch.prefix, batch.new, new, batch.mask, depth=None),
+            lanes=tuple(lanes),
+            lane_of_layer=_lane_of_layer(self.kinds()),
+            epoch=self.pool.epoch,
+            one_pass=self.one_pass,
+        )
+
+    def _verify(self, batch: VerifyBatch, max_ranges: int | None) -> VerifyPlan:
+        rows = self._rows(batch.rows, together(batch.prefix, batch.drafts), query=batch.prefix, behind=0)
+        new = _new_tokens(batch.prefix, batch.drafts)
+        return VerifyPlan(
+            batch=batch,
+            queries=self._queries(batch.prefix, batch.drafts, new, batch.mask, depth=batch.depth),
+            lanes=self._split_lanes(rows, batch.prefix, new, behind=0, max_ranges=max_ranges),
+            lane_of_layer=_lane_of_layer(self.kinds()),
+            epoch=self.pool.epoch,
+            multiprocessors=self.multiprocessors,
+        )
+
+    def _rows(self, rows: Tensor, lens: Lens, *, query: Lens, behind: int) -> Int[Tensor, " reqs"]:
+        """Return the rows on the device. Rows on the host are checked first, those on the device kept in bounds.
+
+        The first query of each request stands `behind` before its length in `query`: what it sees must not have slid
+        out of a storage.
+        """
+        table = self.table
         require(
             lens.bound_max <= min(table.max_context, self.model.context_len),
             f"seq: a request of up to {lens.bound_max:,} tokens, but the table has {table.max_context:,} columns "
@@ -125,45 +159,136 @@ class Planner:
             same_device(lens.device.device, self.pool.device),
             f"seq: expected lengths on {self.pool.device} like the pool, got {lens.device.device}",
         )
-        if batch.rows.device.type == "cpu":
-            table.check_holds(batch.rows.tolist(), lens.values if isinstance(lens, HostLens) else None)
-        return batch.rows.to(self.pool.device, torch.int64, non_blocking=True).clamp(0, table.max_requests - 1)
+        if rows.device.type == "cpu":
+            numbers = rows.tolist()
+            table.check_holds(numbers, lens.values if isinstance(lens, HostLens) else None)
+            if isinstance(query, HostLens):
+                self._check_kept(numbers, [n - behind for n in query.values])
+        return rows.to(self.pool.device, torch.int64, non_blocking=True).clamp(0, table.max_requests - 1)
 
-    def _lane(
-        self, layer: LayerSpec, rows: Tensor, indptr: Tensor, live: Tensor, splits: SplitPlan, lens: Lens
-    ) -> Lane:
-        start = torch.zeros_like(live)
-        slots = self.ops.gather(
-            table=self.table.slots, rows=rows, start=start, indptr=indptr, capacity=lens.bound_total
+    def _check_kept(self, rows: Sequence[int], queries: Sequence[int]) -> None:
+        """Raise ValueError where a storage has let go of keys that a request's first query sees."""
+        for kind, layers in self.kinds().items():
+            if not kind.sight.partial:
+                continue
+            for r, (row, query) in enumerate(zip(rows, queries, strict=True)):
+                kept, first = self.pool.kept_from(layers[0].pool_layer, row), kind.sight.first(query)
+                if query > first < kept:
+                    raise ValueError(
+                        f"rows: request {r} (row {row}): its query at position {query} sees back to {first} in layer "
+                        f"{layers[0].index} ({kind.sight}), but keys before {kept} have slid out of the pool"
+                    )
+
+    def _split_lanes(
+        self, rows: Tensor, lens: Lens, new: _Lists, *, behind: int, max_ranges: int | None
+    ) -> tuple[Lane, ...]:
+        """Return the lanes whose lists are split. All are cut, and the ranges counted, before any is gathered."""
+        kinds = self.kinds()
+        lists = [self._cached(lens, kind.sight, behind) for kind in kinds]
+        cuts = [
+            cut_lens(
+                self.policy,
+                seen(lens, kind.sight, behind=behind),
+                mine.extent.indptr.diff(),
+                self.context(layers),
+                self.ops.sizes,
+            )
+            for (kind, layers), mine in zip(kinds.items(), lists, strict=True)
+        ]
+        for splits in cuts:
+            require(
+                max_ranges is None or splits.capacity <= max_ranges,
+                f"batch: may need {splits.capacity:,} ranges, the scratch holds {max_ranges}; build the backend with "
+                "a larger max_requests or max_tokens",
+            )
+        return tuple(
+            Lane(
+                layout=self._layout(rows, layers, mine),
+                write_slots=self._index(rows, layers, new).slots,
+                splits=splits,
+                schedule=Schedule.one_range_a_program(splits, kv_heads=layers[0].attention.kv_heads),
+            )
+            for layers, mine, splits in zip(kinds.values(), lists, cuts, strict=True)
         )
-        translated = self.pool.slots_for(layer.pool_layer, slots)
-        index = KVIndex(indptr=indptr, slots=translated, space=self.pool.space(layer.pool_layer))
-        last = (live.long() - 1).clamp(min=0)
-        newest = torch.where(live > 0, self.table.slots[rows, last].long(), 0)
-        return Lane(
-            layout=KVLayout(index=index, start=start, window=None),
-            splits=splits,
-            schedule=Schedule.one_range_a_program(splits, kv_heads=layer.attention.kv_heads),
-            write_slots=self.pool.slots_for(layer.pool_layer, newest),
+
+    def _cached(self, lens: Lens, sight: Sight, behind: int) -> _Lists:
+        """Return the lists of `lens` cached tokens, from what a query `behind` their end sees."""
+        end = _held(lens)
+        capacity = seen(lens, sight, behind=behind).bound_total
+        return _Lists(
+            extent=self.ops.extent(query=end - behind, end=end, sight=sight, align=1, capacity=capacity),
+            capacity=capacity,
+        )
+
+    def _one_pass(self, batch: ExtendBatch, sight: Sight) -> _Lists:
+        """Return the lists of cached and new tokens alike, from the tile's border before what the first query sees."""
+        query, end = _held(batch.prefix), _held(together(batch.prefix, batch.new))
+        padding = (ONE_PASS_TILE - 1) * batch.new.count if sight.partial else 0
+        capacity = seen(batch.prefix, sight, behind=0).bound_total + batch.new.bound_total + padding
+        align = ONE_PASS_TILE if sight.partial else 1
+        extent = self.ops.extent(query=query, end=end, sight=sight, align=align, capacity=capacity)
+        return _Lists(extent=extent, capacity=capacity)
+
+    def _layout(self, rows: Tensor, layers: Sequence[LayerSpec], lists: _Lists) -> KVLayout:
+        return KVLayout(
+            index=self._index(rows, layers, lists),
+            start=lists.extent.start,
+            start_visible=lists.extent.start_visible,
+            sight=layers[0].attention.sight,
+        )
+
+    def _index(self, rows: Tensor, layers: Sequence[LayerSpec], lists: _Lists) -> KVIndex:
+        """Return the slots at those positions, in the id space of the layers' storage: gathered, translated, once."""
+        extent = lists.extent
+        ids = self.ops.gather(
+            table=self.table.slots,
+            rows=rows,
+            start=extent.start,
+            first=extent.start_visible,
+            indptr=extent.indptr,
+            capacity=lists.capacity,
+        )
+        index = KVIndex(indptr=extent.indptr, slots=ids, space=self.pool.table_space)
+        return index.translated(self.pool.translation(layers[0].pool_layer), self.ops.translate)
+
+    def _queries(self, prefix: Lens, new: Lens, lists: _Lists, mask: Mask, *, depth: Tensor | None) -> Queries:
+        indptr, tokens = lists.extent.indptr, lists.capacity
+        cached, counts = _held(prefix), indptr.diff()
+        if tokens:
+            number = torch.arange(tokens, dtype=torch.int32, device=indptr.device)
+            request = owner_of(number, indptr)
+            within = number - indptr[request] if depth is None else depth
+            positions = torch.where(number < indptr[-1], cached[request] + within, 0)
+        else:
+            positions = torch.zeros(0, dtype=torch.int32, device=indptr.device)
+        return Queries(
+            indptr=indptr,
+            positions=positions,
+            most=new.bound_max,
+            mask=mask,
+            mask_indptr=self.ops.mask_offsets(counts, cached + counts),
         )
 
 
-Kind = tuple[int, int | None, int | None, str]
-"""KV heads, window, chunk, id space."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lists:
+    """Positions of every request, and the most entries that they can be, which is what is allocated."""
+
+    extent: Extent
+    capacity: int
 
 
-def _refuse_partial_sight(layers: Sequence[LayerSpec]) -> None:
-    attention, numbers = layers[0].attention, [layer.index for layer in layers]
-    for name, value in (("window", attention.window), ("chunk", attention.chunk)):
-        require(
-            value is None,
-            f"layers {', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''} have {name} {value}: "
-            "plans for layers that see only part of the keys are not built yet; choose layers with full attention",
-            NotImplementedError,
-        )
+def _held(lens: Lens) -> Int[Tensor, " reqs"]:
+    """Return the lengths, held to what the host was told of them, so that no buffer is overrun."""
+    return lens.device.clamp(0, lens.bound_max)
 
 
-def _offsets(lens: Lens) -> Int[Tensor, " reqs_1"]:
-    """Return the offsets of the lengths, held to what the host was told of them, so that no buffer is overrun."""
-    each = lens.device.clamp(0, lens.bound_max).long()
-    return torch.nn.functional.pad(each.cumsum(0).clamp(max=lens.bound_total), (1, 0)).int()
+def _new_tokens(prefix: Lens, new: Lens) -> _Lists:
+    """Return the positions of new tokens, right behind the cached ones."""
+    start, ends = _held(prefix), _held(new).long().cumsum(0).clamp(max=new.bound_total)
+    indptr = torch.nn.functional.pad(ends, (1, 0)).int()
+    return _Lists(extent=Extent(start=start, start_visible=start, indptr=indptr), capacity=new.bound_total)
+
+
+def _lane_of_layer(kinds: dict[Kind, list[LayerSpec]]) -> dict[int, int]:
+    return {layer.index: i for i, layers in enumerate(kinds.values()) for layer in layers}

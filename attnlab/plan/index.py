@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attnlab.checks import contiguous, require, tensor
+from attnlab.memory.pool import Translation
+
+Translate = Callable[[Tensor, Tensor, Translation], Tensor]
+"""(ids, indptr, translation) -> ids: the engine's `PlanOps.translate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,6 +43,16 @@ class KVIndex:
     def reqs(self) -> int:
         """How many requests there are."""
         return self.indptr.shape[0] - 1
+
+    def translated(self, translation: Translation, by: Translate) -> KVIndex:
+        """Return the list in the target space; raise ValueError where it is not in the source space (any more)."""
+        require(
+            self.space == translation.source,
+            f"index: {self.reqs} lists are in id space {self.space!r}, the translation is from {translation.source!r} "
+            f"to {translation.target!r}; a list is translated once",
+        )
+        slots = by(self.slots, self.indptr, translation)
+        return KVIndex(indptr=self.indptr, slots=slots, space=translation.target)
 
     def validate(self, *, num_slots: int) -> None:
         """Read the list (waits for the device); raise ValueError where an offset or a slot is out of bounds."""

@@ -8,43 +8,96 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from attnlab.batch import DeviceLens, HostLens, Lens
 from attnlab.checks import contiguous, require, tensor
 from attnlab.plan.index import KVIndex
+from attnlab.spec import Sight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KVLayout:
     """The keys that layers of one kind read. Entry j of request r is the key at position `start[r] + j`.
 
-    Temperature and modifiers use positions, never list entries. `window` counts visible keys, the query's own
-    included; None sees all: then every `start` is 0.
+    Masks, windows, temperature and modifiers use positions, never list entries. Entries before position
+    `start_visible[r]` are copies of the first key that a query may see: padding, so that a list begins at a tile's
+    border, which every query's sight hides; without padding `start_visible` is `start` itself. Both are int32 `[reqs]`.
     """
 
     index: KVIndex
     start: Int[Tensor, " reqs"]
-    window: int | None
+    start_visible: Int[Tensor, " reqs"]
+    sight: Sight
 
     def __post_init__(self) -> None:
-        tensor(
-            "start",
-            self.start,
-            shape=[self.index.reqs],
-            dtype=torch.int32,
-            device=self.index.indptr.device,
-        )
-        contiguous("start", self.start)
+        for name, x in (("start", self.start), ("start_visible", self.start_visible)):
+            tensor(name, x, shape=[self.index.reqs], dtype=torch.int32, device=self.index.indptr.device)
+            contiguous(name, x)
 
     @classmethod
     def full(cls, index: KVIndex) -> KVLayout:
         """Return the layout of layers that see every key."""
         start = torch.zeros(index.reqs, dtype=torch.int32, device=index.indptr.device)
-        return cls(index=index, start=start, window=None)
+        return cls(index=index, start=start, start_visible=start, sight=Sight())
+
+    @property
+    def padded(self) -> bool:
+        """Whether lists may begin with padding."""
+        return self.start_visible is not self.start
 
     def validate(self, *, num_slots: int) -> None:
         """Read the layout (waits for the device); raise ValueError where it is broken."""
         self.index.validate(num_slots=num_slots)
         require(bool((self.start >= 0).all()), "start: expected no negative position")
         require(
-            self.window is not None or bool((self.start == 0).all()),
+            self.sight.partial or bool((self.start == 0).all()),
             "start: a full layout begins at position 0",
         )
+        behind = bool((self.start_visible >= self.start).all())
+        require(behind, "start_visible: expected no position before start")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Extent:
+    """Which positions each request's list holds: `start[r]` up to `start[r]` plus its share of `indptr`.
+
+    `start_visible` as in KVLayout. All int32 on the device.
+    """
+
+    start: Int[Tensor, " reqs"]
+    start_visible: Int[Tensor, " reqs"]
+    indptr: Int[Tensor, " reqs_1"]
+
+
+def seen(lens: Lens, sight: Sight, *, behind: int) -> Lens:
+    """Return how many of `lens` tokens a query at position `lens - behind` sees: the lengths of its list.
+
+    A decode's query is the last token, `behind` 1; that of an extend comes after the cached ones, `behind` 0. Bounds
+    shrink with the sight, so that lists of a window are allocated as such.
+
+    >>> seen(HostLens.of([3, 100], device="cpu"), Sight(window=8), behind=1).values
+    (3, 8)
+    """
+    if not sight.partial:
+        return lens
+    if isinstance(lens, HostLens):
+        counts = [n - min(n, sight.first(n - behind)) for n in lens.values]
+        device = lens.device - torch.minimum(lens.device, sight.first(lens.device - behind))
+        return HostLens(values=tuple(counts), device=device)
+    each = min(lens.bound_max, (sight.span or 0) - (behind == 0))
+    return DeviceLens(
+        device=lens.device - torch.minimum(lens.device, sight.first(lens.device - behind)),
+        bound_each=each,
+        bound_total=min(lens.bound_total, each * lens.count),
+    )
+
+
+def together(a: Lens, b: Lens) -> Lens:
+    """Return the sums of two lengths of the same requests: cached and new tokens."""
+    if isinstance(a, HostLens) and isinstance(b, HostLens):
+        values = tuple(x + y for x, y in zip(a.values, b.values, strict=True))
+        return HostLens(values=values, device=a.device + b.device)
+    return DeviceLens(
+        device=a.device + b.device,
+        bound_each=a.bound_max + b.bound_max,
+        bound_total=a.bound_total + b.bound_total,
+    )

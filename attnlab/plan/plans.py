@@ -1,39 +1,57 @@
-"""The plan types: everything integer that a step's attention needs, made once, as plain data."""
+"""The plan types: everything integer that a step's attention needs, made once, as plain data.
+
+Reference: ForwardMetadata, whose sixteen fields of which up to nine are empty are three types here, one a mode.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnlab.batch import DecodeBatch
-from attnlab.checks import require
-from attnlab.plan.layout import KVLayout
+from attnlab.batch import DecodeBatch, ExtendBatch, Lens, VerifyBatch
+from attnlab.checks import require, tensor
+from attnlab.mask import Mask
+from attnlab.plan.explain import Query, Reading, check_query, mask_row, reading
+from attnlab.plan.layout import KVLayout, together
 from attnlab.plan.schedule import Schedule
 from attnlab.plan.splits import SplitPlan
 from attnlab.plan.workspace import scratch_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Lane:
-    """What layers of one kind share: the keys they see, how these are cut, who reads what, where new tokens go.
+class ExtendLane:
+    """What layers of one kind share: the cached keys they see, and where new tokens go.
 
     `write_slots` are int64 `[tokens]`, in the id space of the layers' storage; padded rows write to slot 0.
     """
 
     layout: KVLayout
-    splits: SplitPlan
-    schedule: Schedule
     write_slots: Int[Tensor, " tokens"]
 
     def __post_init__(self) -> None:
+        device = self.layout.index.slots.device
+        tensor("write_slots", self.write_slots, shape=["tokens"], dtype=torch.int64, device=device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lane(ExtendLane):
+    """A lane whose cached keys are split: how they are cut, and who reads what."""
+
+    splits: SplitPlan
+    schedule: Schedule
+
+    def __post_init__(self) -> None:
+        ExtendLane.__post_init__(self)  # a dataclass with slots is made anew, and zero-argument super() misses it
         reqs = self.splits.reqs
         require(
-            self.layout.index.reqs == reqs == self.write_slots.shape[0],
-            f"lane: the layout is of {self.layout.index.reqs} requests, the splits of {reqs}, the write slots of "
-            f"{self.write_slots.shape[0]}",
+            self.layout.index.reqs == reqs,
+            f"lane: the layout is of {self.layout.index.reqs} requests, the splits of {reqs}",
         )
+        require(not self.layout.padded, "lane: split kernels read every entry of a list; one with padding is not split")
         expected = reqs * self.schedule.kv_heads + 1
         got = self.schedule.merge_indptr.shape[0]
         require(got == expected, f"merge_indptr: expected {expected} entries (requests x KV heads + 1), got {got}")
@@ -43,10 +61,15 @@ class Lane:
         group = heads // self.schedule.kv_heads
         return scratch_bytes(partials=self.schedule.partials, group=group, v_dim=v_dim)
 
+    def validate_splits(self) -> None:
+        """Read the splits and the schedule (waits for the device); raise ValueError where they are inconsistent."""
+        self.splits.validate(self.layout.index.indptr.diff().tolist())
+        self.schedule.validate(self.splits)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecodePlan:
-    """A decode step: `lanes`, and for every layer number which lane it takes.
+    """A decode step: `lanes`, and for every layer number which lane it takes. A row has one query, its last token.
 
     `epoch` is the pool's at the time of planning; attention refuses a plan of another one. `multiprocessors` is
     what the policy counted with, None where unknown.
@@ -58,19 +81,173 @@ class DecodePlan:
     epoch: int
     multiprocessors: int | None
 
+    def __post_init__(self) -> None:
+        for lane in self.lanes:
+            tensor("write_slots", lane.write_slots, shape=[self.batch.seq.count], hint="one for every request")
+
     def lane(self, layer: int) -> Lane:
         """Return what this layer reads. Raises ValueError where the plan has no such layer."""
-        if layer not in self.lane_of_layer:
-            known = ", ".join(map(str, self.lane_of_layer))
-            raise ValueError(f"layer: this plan has layers {known}, got {layer!r}")
-        return self.lanes[self.lane_of_layer[layer]]
+        return self.lanes[_lane_number(self.lane_of_layer, layer)]
 
-    def validate(self, *, num_slots: int) -> None:
-        """Read all tensors (waits for the device); raise ValueError where any of them is inconsistent."""
+    def validate(self, *, num_slots: int | Mapping[str, int]) -> None:
+        """Read all tensors (waits for the device); raise ValueError where any of them is inconsistent.
+
+        `num_slots`: slots of the storage, or of each id space by name.
+        """
         self.batch.seq.validate()
         for lane in self.lanes:
-            lane.layout.validate(num_slots=num_slots)
-            lane.splits.validate(lane.layout.index.indptr.diff().tolist())
-            lane.schedule.validate(lane.splits)
-            written = [slot for slot in lane.write_slots.tolist() if slot != 0]
-            require(len(set(written)) == len(written), f"write_slots: requests share their newest slot, {written[:8]}")
+            _validate_lane(lane, num_slots)
+            lane.validate_splits()
+
+    def explain(self, request: int, query: int = 0) -> tuple[Reading, ...]:
+        """Return which slots a request's one query reads, in which pool, and why: a reading for every lane."""
+        lens = self.batch.seq.device.tolist()
+        check_query(request, query, [min(n, 1) for n in lens])
+        last = lens[request] - 1
+        asked = Query(position=last, cached=last, siblings=(last,), number=0)
+        slots = [self.lanes[i].write_slots[request : request + 1].tolist() for i in range(len(self.lanes))]
+        return tuple(
+            reading(asked, lane.layout, mine, request=request, layers=_layers_of(self.lane_of_layer, i))
+            for i, (lane, mine) in enumerate(zip(self.lanes, slots, strict=True))
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Queries:
+    """The query tokens of a step with several a request: those of r are `indptr[r]` up to the next entry.
+
+    `positions` are int32 `[tokens]`: where each stands in its request. `most`: no request has more. `mask_indptr` is
+    int64 `[reqs + 1]`: where each request's bits of a custom mask begin, `new x (cached + new)` of them.
+    """
+
+    indptr: Int[Tensor, " reqs_1"]
+    positions: Int[Tensor, " tokens"]
+    most: int
+    mask: Mask
+    mask_indptr: Int[Tensor, " reqs_1"]
+
+    def validate(self, prefix: Lens, new: Lens) -> None:
+        """Read all tensors (waits for the device); raise ValueError where any of them is inconsistent."""
+        for lens in (prefix, new):
+            lens.validate()
+        cached, counts = prefix.device.tolist(), new.device.tolist()
+        require(self.indptr.diff().tolist() == counts, f"queries: offsets give {self.indptr.diff().tolist()[:8]}")
+        pairs = [n * k for n, k in zip(counts, together(prefix, new).device.tolist(), strict=True)]
+        require(self.mask_indptr.diff().tolist() == pairs, f"mask: offsets expected rows of {pairs[:8]} bits")
+        at = 0
+        for r, (p, n) in enumerate(zip(cached, counts, strict=True)):
+            mine = self.positions[at : at + n].tolist()
+            bad = [q for q in mine if not p <= q < p + n]
+            require(not bad, f"positions: request {r} has a query at {bad[:1]}, outside {p} to {p + n - 1}")
+            at += n
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExtendPlan:
+    """An extend step: prefill, a chunk of one, draft-extend, or a mix.
+
+    The lists hold the cached keys; the new tokens' come with the call, or are read back at `write_slots`. Where
+    `one_pass`, lists hold the new tokens too, in position order, and begin at a border of 128 positions, so that a
+    kernel which sweeps them in tiles adds in the same order however a prompt is cut into chunks.
+    """
+
+    batch: ExtendBatch
+    queries: Queries
+    lanes: tuple[ExtendLane, ...]
+    lane_of_layer: dict[int, int]
+    epoch: int
+    one_pass: bool
+
+    def lane(self, layer: int) -> ExtendLane:
+        """Return what this layer reads. Raises ValueError where the plan has no such layer."""
+        return self.lanes[_lane_number(self.lane_of_layer, layer)]
+
+    def validate(self, *, num_slots: int | Mapping[str, int]) -> None:
+        """Read all tensors (waits for the device); raise ValueError where any of them is inconsistent."""
+        self.queries.validate(self.batch.prefix, self.batch.new)
+        for lane in self.lanes:
+            _validate_lane(lane, num_slots)
+
+    def explain(self, request: int, query: int) -> tuple[Reading, ...]:
+        """Return which slots a query of a request reads, in which pool, and why: a reading for every lane."""
+        return _explain(self.queries, self.batch.prefix, self.lanes, self.lane_of_layer, request, query)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class VerifyPlan:
+    """A step in which the target model decides on drafts. The cached keys are split like a decode's."""
+
+    batch: VerifyBatch
+    queries: Queries
+    lanes: tuple[Lane, ...]
+    lane_of_layer: dict[int, int]
+    epoch: int
+    multiprocessors: int | None
+
+    def lane(self, layer: int) -> Lane:
+        """Return what this layer reads. Raises ValueError where the plan has no such layer."""
+        return self.lanes[_lane_number(self.lane_of_layer, layer)]
+
+    def validate(self, *, num_slots: int | Mapping[str, int]) -> None:
+        """Read all tensors (waits for the device); raise ValueError where any of them is inconsistent."""
+        self.queries.validate(self.batch.prefix, self.batch.drafts)
+        for lane in self.lanes:
+            _validate_lane(lane, num_slots)
+            lane.validate_splits()
+
+    def explain(self, request: int, query: int) -> tuple[Reading, ...]:
+        """Return which slots a draft of a request reads, in which pool, and why: a reading for every lane."""
+        return _explain(self.queries, self.batch.prefix, self.lanes, self.lane_of_layer, request, query)
+
+
+Plan = DecodePlan | ExtendPlan | VerifyPlan
+
+
+def _lane_number(lane_of_layer: dict[int, int], layer: int) -> int:
+    if layer not in lane_of_layer:
+        known = ", ".join(map(str, lane_of_layer))
+        raise ValueError(f"layer: this plan has layers {known}, got {layer!r}")
+    return lane_of_layer[layer]
+
+
+def _layers_of(lane_of_layer: dict[int, int], lane: int) -> tuple[int, ...]:
+    return tuple(layer for layer, number in lane_of_layer.items() if number == lane)
+
+
+def _explain(
+    queries: Queries,
+    prefix: Lens,
+    lanes: Sequence[ExtendLane],
+    lane_of_layer: dict[int, int],
+    request: int,
+    query: int,
+) -> tuple[Reading, ...]:
+    check_query(request, query, queries.indptr.diff().tolist())
+    first, end = queries.indptr[request : request + 2].tolist()
+    siblings, cached = queries.positions[first:end].tolist(), int(prefix.device[request])
+    offset = int(queries.mask_indptr[request])
+    asked = Query(
+        position=siblings[query],
+        cached=cached,
+        siblings=tuple(siblings),
+        number=query,
+        bits=mask_row(queries.mask, offset, number=query, keys=cached + end - first),
+    )
+    return tuple(
+        reading(
+            asked,
+            lane.layout,
+            lane.write_slots[first:end].tolist(),
+            request=request,
+            layers=_layers_of(lane_of_layer, i),
+        )
+        for i, lane in enumerate(lanes)
+    )
+
+
+def _validate_lane(lane: ExtendLane, num_slots: int | Mapping[str, int]) -> None:
+    slots = num_slots if isinstance(num_slots, int) else num_slots[lane.layout.index.space]
+    lane.layout.validate(num_slots=slots)
+    written = [slot for slot in lane.write_slots.tolist() if slot != 0]
+    require(len(set(written)) == len(written), f"write_slots: tokens share their slot, {written[:8]}")
+    require(all(slot < slots for slot in written), f"write_slots: expected 0 to {slots - 1}, got {max(written or [0])}")

@@ -70,6 +70,8 @@ class SplitPolicy(ABC):
     """
 
     name: str
+    batch_invariant = False
+    """Whether a request is cut the same whatever else is in the batch: sizes of its own length alone."""
 
     def label(self, ctx: SplitContext) -> str:
         """Return the name with the parameters' values, for tables and pictures: `tile 128`."""
@@ -121,6 +123,7 @@ class HostPolicy:
     name: str
     rule: HostRule
     max_ranges: int
+    batch_invariant: bool = False
 
     def label(self, ctx: SplitContext) -> str:
         """Return the name, for tables and pictures."""

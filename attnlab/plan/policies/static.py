@@ -23,6 +23,7 @@ class Static(SplitPolicy):
     Batch-invariant: a request's ranges depend on its own length alone. They move as it grows.
     """
 
+    batch_invariant = True
     splits: int = 8
 
     def __post_init__(self) -> None:

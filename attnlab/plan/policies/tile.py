@@ -25,6 +25,7 @@ class Tile(SplitPolicy):
     key is summed never changes.
     """
 
+    batch_invariant = True
     tile: int = 256
 
     def __post_init__(self) -> None:

@@ -1,0 +1,69 @@
+"""The device functions that planning needs. Each engine brings its own; one contract holds them to each other."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from jaxtyping import Int
+from torch import Tensor
+
+from attnlab.memory.pool import Translation
+from attnlab.plan.layout import Extent
+from attnlab.plan.policy import SplitContext, SplitPolicy, SplitSizes
+from attnlab.spec import Sight
+
+
+@runtime_checkable
+class PlanOps(Protocol):
+    """Index lists, in torch or in Triton. Nothing here waits for the device, and nothing reads a list's tail."""
+
+    def extent(
+        self,
+        *,
+        query: Int[Tensor, " reqs"],
+        end: Int[Tensor, " reqs"],
+        sight: Sight,
+        align: int,
+        capacity: int,
+    ) -> Extent:
+        """Return which positions lists hold that end before `end` and begin with what a query at `query` sees.
+
+        `start` is a multiple of `align`; `start_visible` the first position seen, at most `end`. The lists together
+        are held to `capacity` entries. All int32.
+        """
+
+    def gather(
+        self,
+        *,
+        table: Int[Tensor, "max_requests max_context"],
+        rows: Int[Tensor, " reqs"],
+        start: Int[Tensor, " reqs"],
+        first: Int[Tensor, " reqs"],
+        indptr: Int[Tensor, " reqs_1"],
+        capacity: int,
+    ) -> Int[Tensor, " capacity"]:
+        """Return int64 ids: entry `indptr[r] + j` is `table[rows[r], max(start[r] + j, first[r])]`. The tail is 0."""
+
+    def join(
+        self,
+        *,
+        first: Int[Tensor, " a"],
+        first_indptr: Int[Tensor, " reqs_1"],
+        second: Int[Tensor, " b"],
+        second_indptr: Int[Tensor, " reqs_1"],
+    ) -> tuple[Int[Tensor, " a_b"], Int[Tensor, " reqs_1"]]:
+        """Return one list (int64) and its offsets (int32): each request's entries of `first`, then those of `second`.
+
+        Reference: build_unified_kv_indices.
+        """
+
+    def translate(
+        self, ids: Int[Tensor, " capacity"], indptr: Int[Tensor, " reqs_1"], translation: Translation
+    ) -> Int[Tensor, " capacity"]:
+        """Return the ids (int64) in the translation's target space; from entry `indptr[-1]` on they are 0."""
+
+    def mask_offsets(self, new: Int[Tensor, " reqs"], keys: Int[Tensor, " reqs"]) -> Int[Tensor, " reqs_1"]:
+        """Return where each request's `new x keys` bits of a mask begin, and the end; int64."""
+
+    def sizes(self, policy: SplitPolicy, lens: Int[Tensor, " reqs"], ctx: SplitContext) -> SplitSizes:
+        """Return the policy's range sizes."""
