@@ -16,6 +16,8 @@ from attnlab.engines import engine_for
 from attnlab.memory.pool import KVPool, KVView
 from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.pools.mla import MLAPool
+from attnlab.memory.pools.unified import UnifiedPool
+from attnlab.memory.pools.window import WindowPool
 from attnlab.memory.requests import RequestTable
 from attnlab.mods.registry import score_mods
 from attnlab.plan.call import DecodeCall
@@ -57,6 +59,9 @@ class Case:
     v_scale: float = 1.0
     mla: bool = False
     scale: float | None = None
+    window: int | None = None
+    chunk: int | None = None
+    pool: str = "plain"
 
     @property
     def spec(self) -> AttentionSpec:
@@ -70,6 +75,20 @@ class Case:
             temperature_len=self.temperature_len,
             mod=None if self.mod is None else score_mods.get(self.mod),
             has_sinks=self.sinks,
+            window=self.window,
+            chunk=self.chunk,
+        )
+
+    def visible(self, length: int) -> Tensor:
+        """Which keys the last of so many tokens sees: 0 <= q - k < window, and k in the chunk of q."""
+        query = length - 1
+        return torch.tensor(
+            [
+                (self.window is None or query - k < self.window)
+                and (self.chunk is None or k // self.chunk == query // self.chunk)
+                for k in range(length)
+            ],
+            dtype=torch.bool,
         )
 
     def but(self, **changes: object) -> Case:
@@ -144,6 +163,38 @@ CASES = [
         k_scale=0.05,
         v_scale=0.05,
     ),
+    Case(id="window-1", why="a query that sees itself alone", window=1),
+    Case(id="window", why="lengths at the window's border, and a long one", window=64, lens=(63, 64, 65, 300, 0, 1)),
+    Case(id="window-beyond", why="a window that hides nothing", window=500),
+    Case(id="chunk", why="block-local attention at the chunk's border", chunk=64, lens=(63, 64, 65, 128, 129, 300)),
+    Case(
+        id="window-everything",
+        why="positions stay global where a list begins late",
+        window=40,
+        lens=(39, 200, 41),
+        softcap=5.0,
+        temperature_len=32,
+        mod="relative_bias",
+        sinks=True,
+        k_scale=0.5,
+        v_scale=0.25,
+        page_size=4,
+    ),
+    Case(id="window-alibi", why="a modifier of absolute positions in a window", window=40, lens=(300, 8), mod="alibi"),
+    Case(id="window-pool", why="sliding layers in a storage of their own", window=40, page_size=4, pool="window"),
+    Case(id="unified", why="virtual slots", page_size=4, pool="unified"),
+    Case(id="unified-window", why="virtual slots, two storages", window=40, page_size=4, pool="unified"),
+    Case(
+        id="unified-mla",
+        why="dense ids into an envelope of several layers",
+        heads=16,
+        kv_heads=1,
+        qk_dim=48,
+        v_dim=32,
+        mla=True,
+        page_size=4,
+        pool="unified",
+    ),
 ]
 
 
@@ -162,6 +213,10 @@ class Stand:
             kv_dtype=case.kv_dtype,
             mla=case.mla,
         )
+        if self.spec.sight.partial:  # layer 0 sees all keys, so that a plan has two lanes
+            first, second = self.model.layers
+            wide = replace(first.attention, window=None, chunk=None)
+            self.model = replace(self.model, layers=(replace(first, attention=wide), second))
         self.pool, self.table, self.rows = self._storage(rng)
         self.backend = AttentionBackend(
             model=self.model,
@@ -179,8 +234,22 @@ class Stand:
         case, size = self.case, self.case.page_size
         pages = [-(-n // size) for n in case.lens]
         num_slots = (2 * sum(pages) + 2) * size
-        if case.mla:
-            pool: KVPool = MLAPool(self.model, num_slots=num_slots, device=self.device, scale=case.k_scale)
+        scales = {"k_scale": case.k_scale, "v_scale": case.v_scale}
+        if case.pool == "window":
+            pool: KVPool = WindowPool(
+                self.model, num_slots=num_slots, sliding_slots=num_slots - size, device=self.device, **scales
+            )
+        elif case.pool == "unified":
+            pool = UnifiedPool(
+                self.model,
+                num_slots=num_slots - size,
+                virtual_slots=num_slots,
+                sliding_slots=num_slots - size if self.spec.sight.partial else None,
+                device=self.device,
+                **scales,
+            )
+        elif case.mla:
+            pool = MLAPool(self.model, num_slots=num_slots, device=self.device, scale=case.k_scale)
         else:
             pool = MHAPool(
                 self.model,
@@ -202,7 +271,7 @@ class Stand:
         for r in turns[torch.randperm(len(turns), generator=rng)].tolist():
             pool.allocator.allocate("hole", size)
             more = min(size, case.lens[r] - table.length(rows[r]))
-            table.append(rows[r], pool.allocator.allocate(r, more))
+            table.append(rows[r], pool.allocator.allocate(rows[r], more))
         for layer in range(2):
             for x in (pool.view(layer).k, pool.view(layer).v):
                 poison(x)
@@ -264,6 +333,7 @@ class Stand:
                 temperature_len=case.temperature_len,
                 modify=MODIFY[case.mod](r, self.aux),
                 sinks=self.sinks,
+                visible=case.visible(case.lens[r]).to(self.device),
             )
             for r in range(len(case.lens))
         ]

@@ -11,6 +11,7 @@ from attnlab.eager import decode as eager_decode
 from attnlab.eager import oracle
 from attnlab.inspect.workbench import workbench
 from attnlab.memory.pool import KVView
+from attnlab.memory.pools.unified import UnifiedPool
 from attnlab.plan.policies.seed import Seed
 from attnlab.plan.policies.static import Static
 from attnlab.plan.policies.tile import Tile
@@ -418,3 +419,30 @@ def test_the_eager_engine_cuts_a_long_segment_always_at_the_same_keys(monkeypatc
     b.pool.write(1, b.table.slots_of(b.rows[1]).long(), a.k[0], a.v[0])
     b.check()
     assert torch.equal(a.run()[0][0], b.run()[0][1])
+
+
+@engines
+@pytest.mark.parametrize("pool", ["window", "unified"])
+def test_what_slid_out_is_not_read_and_its_pages_may_be_anybodys(engine: str, device: str, pool: str) -> None:
+    """B14, B33: before and after sliding out, and after pages moved, every bit of the output is the same."""
+    stand = Stand(TOY.but(window=40, page_size=4, pool=pool, lens=(63, 200, 41)), engine, device)
+    before = stand.run()
+    for r, n in enumerate(stand.case.lens):
+        stand.pool.slide_out(stand.rows[r], query=n - 1)
+    kept = stand.pool.view(1)
+    live = torch.cat([lane.layout.index.slots for lane in stand.plan().lanes[1:]])
+    dead = torch.ones(kept.num_slots, dtype=torch.bool, device=device)
+    dead[live] = False
+    pages, offsets = dead.nonzero().flatten() // kept.page_size, dead.nonzero().flatten() % kept.page_size
+    for x in (kept.k, kept.v):
+        if x.dim() == 3:
+            x[dead] = float("nan")
+        else:
+            x[pages, offsets] = float("nan")
+    for a, b in zip(before, stand.run(), strict=True):
+        assert torch.equal(a, b)
+    if isinstance(stand.pool, UnifiedPool):
+        stand.pool.allocator.release("hole")
+        assert stand.pool.compact() > 0
+        for a, b in zip(before, stand.run(), strict=True):
+            assert torch.equal(a, b)

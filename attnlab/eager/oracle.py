@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 Modify = Callable[[Tensor, int, Tensor, int], Tensor]
@@ -27,11 +27,13 @@ def attention(
     temperature_len: int | None = None,
     modify: Modify | None = None,
     sinks: Float[Tensor, " heads"] | None = None,
+    visible: Bool[Tensor, " keys"] | None = None,
 ) -> tuple[Float[Tensor, "heads v_dim"], Float[Tensor, " heads"]]:
     """Return one query token's output and natural log-sum-exp, fp64, over all keys given.
 
-    Keys stand at positions 0, 1, ...; the query at `q_pos`, by default with the last key. No key: output 0, LSE -inf
-    (the sink, where there is one). The sink joins the denominator only; it is neither scaled nor capped.
+    Keys stand at positions 0, 1, ...; the query at `q_pos`, by default with the last key. `visible` says which of them
+    it sees, by default all. No key: output 0, LSE -inf (the sink, where there is one). The sink joins the denominator
+    only; it is neither scaled nor capped.
     """
     heads, keys, kv_heads = q.shape[0], k.shape[0], k.shape[1]
     q, k, v = q.double(), k.double(), v.double()
@@ -47,6 +49,8 @@ def attention(
             scores = scores * (math.log2(position) / math.log2(temperature_len))
         if modify is not None:
             scores = modify(scores, position, torch.arange(keys, device=q.device), head)
+        if visible is not None:
+            scores = torch.where(visible, scores, -math.inf)
         everything = scores if sinks is None else torch.cat([scores, sinks[head].double().reshape(1)])
         if everything.numel():
             lse[head] = torch.logsumexp(everything, 0)
