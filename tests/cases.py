@@ -233,7 +233,7 @@ class Stand:
     def _storage(self, rng: torch.Generator) -> tuple[KVPool, RequestTable, list[int]]:
         case, size = self.case, self.case.page_size
         pages = [-(-n // size) for n in case.lens]
-        num_slots = (2 * sum(pages) + 2) * size
+        num_slots = (2 * sum(pages) + 3) * size
         scales = {"k_scale": case.k_scale, "v_scale": case.v_scale}
         if case.pool == "window":
             pool: KVPool = WindowPool(
@@ -268,10 +268,16 @@ class Stand:
         table.admit()  # row 0 stays empty: rows and request numbers differ
         rows = [table.admit() for _ in case.lens]
         turns = torch.tensor([r for r, n in enumerate(pages) for _ in range(n)])
+        pool.allocator.allocate("gone", size)
         for r in turns[torch.randperm(len(turns), generator=rng)].tolist():
             pool.allocator.allocate("hole", size)
+            if case.window is not None and case.pool != "plain":
+                pool.slide_out("hole", query=pool.allocator.tokens_of("hole") + case.window)
             more = min(size, case.lens[r] - table.length(rows[r]))
             table.append(rows[r], pool.allocator.allocate(rows[r], more))
+        pool.allocator.release("gone")
+        if isinstance(pool, UnifiedPool):
+            pool.compact()  # now no id space agrees with another
         for layer in range(2):
             for x in (pool.view(layer).k, pool.view(layer).v):
                 poison(x)

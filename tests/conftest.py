@@ -8,6 +8,7 @@ import torch
 
 hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("thorough", max_examples=1000, deadline=None)
+hypothesis.settings.register_profile("once", max_examples=5000, deadline=None)
 hypothesis.settings.load_profile("ci")
 
 HAS_GPU = torch.cuda.is_available()
