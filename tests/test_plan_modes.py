@@ -460,6 +460,13 @@ def test_explain_says_why() -> None:
         "and the mask decides among those; 1 left out"
     )
     assert str(narrow) == (
-        "layer 1, in 'sliding': the query at position 9 reads 4 keys, positions 6 to 9: a window of 4 keys goes back to "
-        "6, and the mask decides among those; 7 left out"
+        "layer 1, in 'sliding': the query at position 9 reads 4 keys, positions 6 to 9: a window of 4 keys goes back "
+        "to 6, and the mask decides among those; 7 left out"
     )
+
+
+def test_a_query_that_sees_itself_alone_is_refused_where_its_page_slid_out() -> None:
+    server = Server([16], pool="unified", page_size=16, window=1)
+    server.cache.slide_out(server.rows[0], query=16)
+    with pytest.raises(ValueError, match="its query at position 15 sees back to 15 in layer 1"):
+        server.plan(DecodeBatch.of(rows=server.rows, lens=[16], device=DEVICE))

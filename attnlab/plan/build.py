@@ -162,18 +162,18 @@ class Planner:
         if rows.device.type == "cpu":
             numbers = rows.tolist()
             table.check_holds(numbers, lens.values if isinstance(lens, HostLens) else None)
-            if isinstance(query, HostLens):
-                self._check_kept(numbers, [n - behind for n in query.values])
+            if isinstance(query, HostLens) and isinstance(lens, HostLens):
+                self._check_kept(numbers, [n - behind for n in query.values], lens.values)
         return rows.to(self.pool.device, torch.int64, non_blocking=True).clamp(0, table.max_requests - 1)
 
-    def _check_kept(self, rows: Sequence[int], queries: Sequence[int]) -> None:
-        """Raise ValueError where a storage has let go of keys that a request's first query sees."""
+    def _check_kept(self, rows: Sequence[int], queries: Sequence[int], lens: Sequence[int]) -> None:
+        """Raise ValueError where a storage has let go of what a first query sees, or of where a new token goes."""
         for kind, layers in self.kinds().items():
             if not kind.sight.partial:
                 continue
-            for r, (row, query) in enumerate(zip(rows, queries, strict=True)):
+            for r, (row, query, length) in enumerate(zip(rows, queries, lens, strict=True)):
                 kept, first = self.pool.kept_from(layers[0].pool_layer, row), kind.sight.first(query)
-                if query > first < kept:
+                if first < min(kept, length):
                     raise ValueError(
                         f"rows: request {r} (row {row}): its query at position {query} sees back to {first} in layer "
                         f"{layers[0].index} ({kind.sight}), but keys before {kept} have slid out of the pool"
