@@ -1,11 +1,14 @@
 """`attnlab lab`: JupyterLab on the notebooks.
 
-A checkout's notebooks are opened where they lie. Those of a wheel lie in site-packages, where nobody should work: they
-are copied into a folder of the user's first. Address and token stay as Jupyter sets them: this machine only, with one.
+A checkout's notebooks are opened where they lie: after `pip install -e .`, and by `python -m attnlab` in a checkout.
+Those of a wheel lie in site-packages, where nobody should work: after `pip install .` they are copied into a folder of
+the user's first. Address and token stay as Jupyter sets them: this machine only, with one.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,6 +20,9 @@ from attnlab.checks import require
 
 COPIES = Path("attnlab-notebooks")
 """Where the notebooks of a wheel are copied to, in the working folder, unless another one is given."""
+FIRST = "00_map.ipynb"
+"""The lesson that is open when JupyterLab is."""
+ROOT_WORDS = "You are root, and JupyterLab does not run as root unless it is told to: attnlab lab -- --allow-root"
 _SKIPPED = {".ipynb_checkpoints", "__pycache__"}
 
 
@@ -30,7 +36,7 @@ class Copied:
 
     def __str__(self) -> str:
         """Say it."""
-        words = f"Copied {len(self.written)} files of the notebooks into {self.folder}"
+        words = f"Copied {len(self.written)} file{'s' * (len(self.written) != 1)} of the notebooks into {self.folder}"
         return words + (f"; left {len(self.kept)} that were there as they are." if self.kept else ".")
 
 
@@ -42,6 +48,8 @@ def open_lab(folder: Path | None, *, port: int | None, browser: bool, extra: Seq
         ModuleNotFoundError,
     )
     opened = prepare(folder)
+    if _is_root() and not any("allow" in option and "root" in option for option in extra):
+        print(ROOT_WORDS, file=sys.stderr)  # no error: a configuration file of Jupyter's may allow it
     # In this process, not below it: signals and Ctrl-C then reach the server, and none is left behind.
     import_module("jupyterlab.labapp").main(arguments(opened, port=port, browser=browser, extra=extra))
 
@@ -50,10 +58,10 @@ def prepare(folder: Path | None) -> Path:
     """Return the folder to open, with the notebooks in it; print what was copied."""
     source = notebooks_folder()
     if folder is None and not in_wheel(source):
-        print(f"Opening {source}.")
+        print(f"Opening {source}, the files of the checkout. For copies of your own: attnlab lab --folder FOLDER")
         return source
     copied = copy_notebooks(source, COPIES if folder is None else folder)
-    print(copied)
+    print(f"{copied} They are yours to change: no file there is ever written over.")
     return copied.folder
 
 
@@ -77,11 +85,17 @@ def copy_notebooks(source: Path, folder: Path) -> Copied:
 
 
 def arguments(folder: Path, *, port: int | None, browser: bool, extra: Sequence[str] = ()) -> list[str]:
-    """Return JupyterLab's command line, without its name."""
+    """Return JupyterLab's command line, without its name. It opens the first lesson, or what `extra` says."""
     require(port is None or 1 <= port <= 65535, f"--port: expected 1 to 65535, got {port}")
+    first = (folder / FIRST).is_file() and not any("default_url" in option for option in extra)
     return [
         f"--ServerApp.root_dir={folder.resolve()}",
+        *([f"--LabApp.default_url=/lab/tree/{FIRST}"] if first else []),
         *([] if port is None else [f"--port={port}"]),
         *([] if browser else ["--no-browser"]),
         *extra,
     ]
+
+
+def _is_root() -> bool:
+    return sys.platform != "win32" and os.geteuid() == 0

@@ -165,7 +165,7 @@ def _merges(step: Callable[[str], None]) -> tuple[MergeSteps, ...]:
     tokens = len(Sample.load("long").tokens)
     bench = workbench(MODEL, lens=[tokens], policy=Static(splits=8), engine="eager")
     steps = tuple(
-        replace(bench.merge(layer, request=0, head=head), title=f"layer {layer}, head {head}, the whole text")
+        replace(bench.merge(layer, request=0, head=head), about="the whole text")
         for layer, head in (SINK_HEAD, DIFFUSE_HEAD)
     )
     step("merging two heads")

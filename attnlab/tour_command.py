@@ -13,6 +13,9 @@ from attnlab.checks import positive
 from attnlab.plots.show import show
 from attnlab.tour import TourResult, kernel_words, run_tour
 from attnlab.tour_page import COLUMNS, NOTES, cells, page
+from attnlab.units import size
+
+NEXT = "Then the lessons: attnlab lab opens them, and begins with 00_map."
 
 
 def take_tour(out: Path, *, trace: str, requests: int, seed: int) -> Path:
@@ -31,7 +34,8 @@ def take_tour(out: Path, *, trace: str, requests: int, seed: int) -> Path:
     path = out / "index.html"
     path.write_text(page(result, pictures), encoding="utf-8")
     seconds = time.perf_counter() - started
-    console.print(f"Wrote {path} ({path.stat().st_size / 1024:,.0f} KB) in {seconds:.0f} s: open it in a browser.")
+    console.print(f"Wrote {path} ({size(path.stat().st_size)}) in {seconds:.0f} s: open it in a browser.")
+    console.print(NEXT)
     return path
 
 

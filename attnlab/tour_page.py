@@ -7,12 +7,14 @@ from html import escape
 from attnlab.inspect.info import info
 from attnlab.plots.picture import Picture
 from attnlab.tour import KERNEL_LAYER, KERNEL_TOKENS, PolicyResult, TourResult, kernel_words
+from attnlab.units import size
 
-COLUMNS = ("policy", "splits", "waves", "scratch", "error, eager", "error, kernels")
+COLUMNS = ("policy", "ranges", "programs / multiprocessor", "scratch", "error, eager", "error, kernels")
 
 NOTES = (
-    "Splits: ranges of keys that the policy asked for / that hold keys after rounding, over the whole batch. "
-    "Waves: programs with keys per multiprocessor, counted for an H200's 132; below 1 some have nothing to do. "
+    "Ranges: how many runs of keys the policy asked for / how many hold keys after rounding, over the whole batch. "
+    "Programs: those with keys, counted for an H200's 132 multiprocessors, each of which holds several at a time; "
+    "below 1 some have nothing to do. "
     "Scratch: partial results of one layer. Errors: largest absolute difference to an fp64 oracle that shares no code "
     "with either engine; outputs are fp32, whose rounding alone gives about 1e-6. "
     f"Eager: all requests, three layers. Kernels: one request of {KERNEL_TOKENS} keys, layer {KERNEL_LAYER}."
@@ -38,12 +40,12 @@ code { font-size: .92em; }
 def cells(row: PolicyResult) -> tuple[str, ...]:
     """Return a table row's words, one for each of COLUMNS."""
     f = row.footprint
-    kernel = "not run" if row.kernel_error is None else f"{row.kernel_error:.1e} ({row.kernel_ranges} splits)"
+    kernel = "not run" if row.kernel_error is None else f"{row.kernel_error:.1e} ({row.kernel_ranges} ranges)"
     return (
         f.policy,
         f"{f.asked} / {f.used}",
-        f"{f.waves:.2f}",
-        _bytes(f.scratch_bytes),
+        f"{f.per_multiprocessor:.2f}",
+        size(f.scratch_bytes),
         f"{row.eager_error:.1e}",
         kernel,
     )
@@ -60,8 +62,9 @@ def page(result: TourResult, pictures: list[Picture]) -> str:
 <style>{_STYLE}</style></head>
 <body>
 <h1>A real model’s attention, cut, merged and checked</h1>
-<p>While a language model writes one token, each of its heads reads all earlier keys. To keep a whole GPU busy, that
-reading is cut into splits, and the partial answers are merged. A split policy decides where to cut.</p>
+<p>While a language model writes one token, each of its heads reads all earlier keys. To keep a whole GPU busy, the keys
+are split into ranges that are read side by side, and the partial answers are merged. A split policy decides where to
+cut.</p>
 <p>{escape(result.batch_words)} Queries, keys and values are those of SmolLM2-135M reading the Apache License 2.0, in
 layers 0, 18 and 23. A request that is shorter than the text is the end of it.</p>
 <div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>
@@ -69,7 +72,8 @@ layers 0, 18 and 23. A request that is shorter than the text is the end of it.</
 <h2>Where each policy cuts</h2>
 {drawn}
 <h2>Next</h2>
-<p>In a notebook:
+<p>The lessons: <code>attnlab lab</code> opens them in JupyterLab, and begins with <code>00_map</code>.</p>
+<p>In a notebook of your own:
 <code>wb = attnlab.workbench("SmolLM2-135M", lens=[2048, 96, 700], policy="seed", engine="eager")</code>,
 then <code>attnlab.show(wb.plan())</code>.</p>
 <footer>{escape(info())}</footer>
@@ -79,7 +83,3 @@ then <code>attnlab.show(wb.plan())</code>.</p>
 
 def _both(picture: Picture) -> str:
     return "".join(f'<div class="{theme}">{picture.to_svg(theme=theme)}</div>' for theme in ("light", "dark"))
-
-
-def _bytes(n: int) -> str:
-    return f"{n / 1024:,.0f} KiB" if n < 1 << 20 else f"{n / (1 << 20):,.1f} MiB"

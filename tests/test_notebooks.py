@@ -1,4 +1,4 @@
-"""The notebooks keep their form, run from top to bottom, and their exercises say no to stubs and yes to solutions."""
+"""The notebooks keep their form, run from top to bottom, and their checks say no to stubs and yes to solutions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from attnlab.inspect import exercises
-from attnlab.inspect.exercises import check_exercise
+from attnlab.inspect.exercises.registry import exercises
 
 nbformat = pytest.importorskip("nbformat")
 
@@ -29,16 +28,6 @@ HEADINGS = [
     "Where in the code",
     "Exercises",
 ]
-
-NO_ANSWERS = {
-    "none": None,
-    "dots": ...,
-    "number": -1,
-    "text": "?",
-    "list": [],
-    "empty function": lambda *args: None,
-    "function that raises": lambda *args: 1 / 0,
-}
 
 each_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 
@@ -171,46 +160,29 @@ def test_there_are_three_exercises_with_a_check_and_a_solution(path: Path) -> No
 
 
 def test_every_check_belongs_to_a_lesson() -> None:
-    assert sorted(exercises._CHECKS) == sorted(number for path in LESSONS for number in numbers(path))
+    assert exercises.names() == [number for path in LESSONS for number in numbers(path)]
 
 
-@pytest.mark.parametrize("number", list(exercises._CHECKS))
-@pytest.mark.parametrize("answer", NO_ANSWERS.values(), ids=NO_ANSWERS)
-def test_no_answer_breaks_a_check(number: str, answer: object) -> None:
-    verdict = check_exercise(number, answer)
-    assert not verdict.right
-    assert repr(verdict).startswith(f"{number}: not yet. ")
+@each_lesson
+def test_an_answer_has_a_name_of_its_own(path: Path) -> None:
+    """No check judges what an earlier exercise, or a cell of the lesson, left behind."""
+    assigned: list[str] = []
+    for cell in code_cells(path):
+        names = {node.id for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Name)}
+        assert "answer" not in names
+        assigned += names if not cell["id"].startswith(("answer-", "check-")) else []
+    for number in numbers(path):
+        assert f"answer_{number.replace('-', '_')}" not in assigned
 
 
-@pytest.mark.parametrize(
-    ("number", "answer", "hint"),
-    [
-        ("00-1", 512, "the key alone"),
-        ("00-1", 4096, "Only KV heads"),
-        ("00-1", "1024", "Expected a whole number, got str"),
-        ("00-3", 7, "Expected a function, got int"),
-        ("00-3", lambda q, k, v, scale: 1 / 0, "It raised ZeroDivisionError: division by zero. Call it yourself"),
-        ("01-1", [20, 21, 22, 23, 12, 13], "lowest free page"),
-        ("01-2", 304, "page 0 is the sink"),
-        ("01-2", 336, "fewer slots would do"),
-        ("01-3", lambda pages, size, position: pages[0] * size + position, "expected slot"),
-        ("02-1", (1, 31), "Not that request"),
-        ("02-1", (2, 100), "Count the position"),
-        ("02-3", lambda table, rows, lens: (lens.cumsum(0), table[0]), "expected indptr [0, 3, 5], got [3, 5]"),
-        ("03-1", 0.25, "the weight of A"),
-        ("03-3", lambda scores, values, block: scores.exp() @ values / scores.exp().sum(), "holds inf or nan"),
-        ("04-2", 32, "fewer splits would do"),
-        ("04-3", "tile", "range of 97; at most 96"),
-        ("04-3", "nobody's", "policy: expected one of seed"),
-    ],
-)
-def test_a_typical_mistake_gets_a_hint(number: str, answer: object, hint: str) -> None:
-    assert hint in repr(check_exercise(number, answer))
-
-
-def test_an_unknown_exercise_is_named() -> None:
-    with pytest.raises(ValueError, match="exercise: expected one of 00-1, .*, got '99-9'"):
-        check_exercise("99-9", 1)
+@each_lesson
+def test_it_ends_with_what_comes_next_and_the_solutions(path: Path) -> None:
+    last = read(path).cells[-1]
+    assert last.cell_type == "markdown" and "*Next:*" in last.source
+    linked = re.findall(r"\]\(([^)]+)\)", last.source)
+    assert linked[0] == "solutions/solutions.py" and all((FOLDER / name).is_file() for name in linked)
+    following = [other.name for other in LESSONS if other.name > path.name][:1]
+    assert linked[1:] == following
 
 
 # Execution

@@ -56,7 +56,7 @@ svg {{ display: block; max-width: 100%; height: auto; margin: 0 auto }}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """What `show` returns. Notebooks display it as SVG, in `theme` unless a method is asked for another.
+    """What `show` returns. Notebooks display it, in `theme` unless a method is asked for another.
 
     `draw` makes the figure in a theme; `title` is the sentence above the picture, `alt` says what is to be seen for
     those who cannot see it.
@@ -121,8 +121,13 @@ class Picture:
     def _repr_svg_(self) -> str:
         return self.to_svg()
 
+    def _repr_html_(self) -> str:
+        return _fitted(self.to_svg())
+
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return {"image/svg+xml": self.to_svg(), "text/plain": repr(self)}
+        # As HTML the picture gets as narrow as its cell; JupyterLab gives an SVG its full width, and cuts it.
+        svg = self.to_svg()
+        return {"text/html": _fitted(svg), "image/svg+xml": svg, "text/plain": repr(self)}
 
     def _saved(self, theme: str | None, kind: str, **options: Any) -> bytes:
         buffer = io.BytesIO()
@@ -153,6 +158,11 @@ def _target(path: str | pathlib.Path | None, kind: str) -> pathlib.Path | None:
 def _written(target: pathlib.Path, content: bytes) -> pathlib.Path:
     target.write_bytes(content)
     return target
+
+
+def _fitted(svg: str) -> str:
+    """Return an SVG of `_clean`'s that shrinks with the page it is put into."""
+    return svg.replace(' style="', ' style="display: block; max-width: 100%; height: auto; ', 1)
 
 
 def _clean(svg: str, title: str, alt: str) -> str:

@@ -1,0 +1,270 @@
+"""The checks of the exercises: whatever is handed in gets an answer, and a usual mistake the hint that fits it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnlab import split_policy
+from attnlab.inspect.exercises import check_exercise
+from attnlab.inspect.exercises.registry import exercises
+from attnlab.inspect.exercises.toy import toy
+from attnlab.plan.index import KVIndex
+
+NO_ANSWERS = {
+    "none": None,
+    "dots": ...,
+    "number": -1,
+    "text": "?",
+    "list": [],
+    "tensor": torch.zeros(3),
+    "empty function": lambda *args: None,
+    "function that raises": lambda *args: 1 / 0,
+    "function of text": lambda *args: "?",
+    "function of texts": lambda *args: ("?", "?", "?"),
+    "function of nothings": lambda *args: (None, ..., None),
+}
+
+
+def said(number: str, answer: object) -> str:
+    return repr(check_exercise(number, answer))
+
+
+@pytest.mark.parametrize("number", exercises.names())
+@pytest.mark.parametrize("answer", NO_ANSWERS.values(), ids=NO_ANSWERS)
+def test_no_answer_breaks_a_check(number: str, answer: object) -> None:
+    verdict = check_exercise(number, answer)
+    assert not verdict.right
+    assert repr(verdict).startswith(f"{number}: not yet. ")
+
+
+def test_an_unknown_exercise_is_named() -> None:
+    with pytest.raises(ValueError, match="exercise: expected one of 00-1, .*, got '99-9'"):
+        check_exercise("99-9", 1)
+
+
+@pytest.mark.parametrize(
+    ("number", "answer", "hint"),
+    [
+        ("00-1", 512, "the key alone"),
+        ("00-1", 4096, "Only KV heads"),
+        ("00-1", "1024", "Expected a whole number, got str"),
+        ("00-1", 1024.0, "Expected a whole number, got the number 1024.0"),
+        ("00-1", torch.zeros(2), "Expected a whole number, got Tensor"),
+        ("00-2", 7, "Expected a Workbench, got the number 7"),
+        ("00-3", 7, "Expected a function, got the number 7"),
+        (
+            "00-3",
+            lambda q, k, v, scale: 1 / 0,
+            "v [5, 1, 32] and scale 0.125: it raised ZeroDivisionError: division by",
+        ),
+        ("00-3", lambda q, k, v, scale: q, "expected shape [1, 32], got [1, 64]"),
+        ("01-1", [20, 21, 22, 23, 12, 13], "lowest free page"),
+        ("01-1", [12, 13, 14, 20, 21, 22], "Slot 15 is left out"),
+        ("01-1", [3, 5], "Those are the right pages. Which slots are in them? Page 3 holds 12 to 15."),
+        ("01-1", [20, 21, 12, 13, 14, 15], "in another order"),
+        ("01-1", [12, 13, 14, 15, 16, 17], "The first four are right"),
+        ("01-1", [12, 13, 14], "a list of 6 slots, one for each token, got 3"),
+        ("01-1", "12", "Expected a list, got str"),
+        ("01-2", 300, "300 slots are no whole number of pages: expected a multiple of 16"),
+        ("01-2", 20, "20 pages is right. How many slots"),
+        ("01-2", 304, "page 0 is the sink"),
+        ("01-2", 288, "Too few"),
+        ("01-2", 336, "fewer slots would do"),
+        ("01-3", lambda pages, size, position: pages[0] * size + position, "expected slot"),
+        ("01-3", lambda pages, size, position: pages[99], "page size 1 and position 0: it raised IndexError"),
+        ("02-1", 31, "Expected a pair (request, position), got the number 31"),
+        ("02-1", [2], "Expected a pair (request, position), got [2]"),
+        ("02-1", (31, 2), "the request comes first"),
+        ("02-1", (1, 31), "Not that request"),
+        ("02-1", (2, 100), "Count the position"),
+        (
+            "02-3",
+            lambda table, rows, lens: (lens.cumsum(0), table[0]),
+            "expected indptr [0, 3, 5], got [3, 5]. It begins",
+        ),
+        ("02-3", lambda table, rows, lens: table, "expected 2 things, (indptr, slots), got Tensor"),
+        ("03-1", 0.25, "the weight of A"),
+        ("03-1", 3, "The weights of both sum to 1"),
+        ("03-1", 75, "between 0 and 1"),
+        ("03-1", 0.01, "The number of keys does not matter"),
+        ("03-2", lambda a, b: a[:2], "expected 3 things, (max, sum, acc), got 2"),
+        ("03-3", lambda scores, values, block: scores.exp() @ values / scores.exp().sum(), "exp was given all 5 keys"),
+        ("04-1", 9, "How many of them cover 257?"),
+        ("04-2", 9, "With splits=9 the longest range still holds 256 keys"),
+        ("04-2", 32, "fewer would do"),
+        ("04-3", "tile", "2,048, 96 and 700 keys: the one of 97 has a range of 97 keys; at most 96"),
+        ("04-3", "nobody's", "policy: expected one of seed"),
+    ],
+)
+def test_a_typical_mistake_gets_a_hint(number: str, answer: object, hint: str) -> None:
+    assert hint in said(number, answer)
+
+
+@pytest.mark.parametrize(
+    ("number", "answer"),
+    [
+        ("00-1", torch.tensor(1024)),
+        ("01-1", torch.tensor([12, 13, 14, 15, 20, 21])),
+        ("01-1", torch.tensor([12, 13, 14, 15, 20, 21]).numpy()),
+        ("01-2", torch.tensor([320])),
+        ("02-1", torch.tensor([2, 31])),
+        ("02-1", [torch.tensor(2), torch.tensor(31)]),
+        ("03-1", torch.tensor(0.75)),
+        ("04-1", torch.tensor(5)),
+    ],
+)
+def test_a_tensor_is_as_good_as_the_number_or_list_that_it_holds(number: str, answer: object) -> None:
+    assert said(number, answer) == f"{number}: yes, that is right."
+
+
+# Attention with grouped heads
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, in_turn: bool = False, softmax_dim: int = -1) -> Tensor:
+    group = q.shape[0] // k.shape[1]
+    k, v = (x.repeat(1, group, 1) if in_turn else x.repeat_interleave(group, 1) for x in (k, v))
+    weights = torch.softmax(torch.einsum("hd,khd->hk", q, k) * scale, softmax_dim)
+    return torch.einsum("hk,khd->hd", weights, v)
+
+
+GROUPED: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "right": (attend, "yes"),
+    "heads in turn": (lambda *args: attend(*args, in_turn=True), "i // 4, as repeat_interleave makes it"),
+    "no scale": (lambda q, k, v, scale: attend(q, k, v, 1.0), "without the scale"),
+    "a scale of its own": (lambda q, k, v, scale: attend(q, k, v, 64**-0.5), "Use the scale that is given"),
+    "softmax over heads": (lambda *args: attend(*args, softmax_dim=0), "Over what does the softmax go?"),
+    "heads upside down": (lambda q, k, v, scale: attend(q, k.flip(1), v.flip(1), scale), "Which KV head does each"),
+}
+
+
+@pytest.mark.parametrize("mistake", GROUPED)
+def test_grouped_attention(mistake: str) -> None:
+    answer, hint = GROUPED[mistake]
+    assert hint in said("00-3", answer)
+
+
+# The index
+
+
+def test_two_requests_the_other_way_round() -> None:
+    bench = toy()
+    slots = torch.cat([bench.table.slots_of(row).long() for row in (bench.table.rows[0], bench.table.rows[2])])
+    answer = KVIndex(indptr=torch.tensor([0, 5, 205], dtype=torch.int32), slots=slots, space="pool")
+    assert "the other way round" in said("02-2", answer)
+
+
+def test_the_rows_of_the_table_are_not_those_of_the_batch() -> None:
+    def gather(table: Tensor, rows: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+        indptr = torch.nn.functional.pad(lens.cumsum(0), (1, 0))
+        return indptr, torch.cat([table[i, :n] for i, n in enumerate(lens.tolist())])
+
+    assert "request i is in row rows[i]" in said("02-3", gather)
+
+
+# Merging
+
+
+def merge_to(top_of_nothing: float) -> Callable[[Any, Any], Any]:
+    def merge(a: Any, b: Any) -> Any:
+        top = torch.maximum(a[0], b[0])
+        top = torch.where(top == -torch.inf, top_of_nothing, top)
+        fade_a, fade_b = torch.exp(a[0] - top), torch.exp(b[0] - top)
+        return top, a[1] * fade_a + b[1] * fade_b, a[2] * fade_a + b[2] * fade_b
+
+    return merge
+
+
+def test_nothing_merged_with_nothing() -> None:
+    assert "Nothing on both sides: sum is nan" in said("03-2", merge_to(-torch.inf))
+    assert "max should be -inf, got 0.0. Subtract another number" in said("03-2", merge_to(0.0))
+
+
+def blockwise(
+    *, fade_sum: bool = True, fade_acc: bool = True, whole: bool = False, divide: bool = True
+) -> Callable[[Tensor, Tensor, int], Tensor]:
+    def attend_in_blocks(scores: Tensor, values: Tensor, block: int) -> Tensor:
+        top, total, acc = torch.tensor(-torch.inf), torch.tensor(0.0), torch.zeros(values.shape[1])
+        for start in range(0, len(scores) // block * block if whole else len(scores), block):
+            s, v = scores[start : start + block], values[start : start + block]
+            higher = torch.maximum(top, s.max())
+            fade, p = torch.exp(top - higher), torch.exp(s - higher)
+            top, total, acc = higher, total * (fade if fade_sum else 1), acc * (fade if fade_acc else 1)
+            total, acc = total + p.sum(), acc + p @ v
+        return acc / total if divide else acc
+
+    return attend_in_blocks
+
+
+def two_passes(scores: Tensor, values: Tensor, block: int) -> Tensor:
+    top = scores.max()
+    parts = [(torch.exp(s - top), v) for s, v in zip(scores.split(block), values.split(block), strict=True)]
+    return sum(p @ v for p, v in parts) / sum(p.sum() for p, _ in parts)
+
+
+def without_maximum(scores: Tensor, values: Tensor, block: int) -> Tensor:
+    parts = [(torch.exp(s), v) for s, v in zip(scores.split(block), values.split(block), strict=True)]
+    return sum(p @ v for p, v in parts) / sum(p.sum() for p, _ in parts)
+
+
+BLOCKWISE: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "right": (blockwise(), "yes"),
+    "sum not brought along": (blockwise(fade_sum=False), "The sum is not brought to the new maximum"),
+    "acc not brought along": (blockwise(fade_acc=False), "acc is not brought to the new maximum"),
+    "neither brought along": (blockwise(fade_sum=False, fade_acc=False), "Neither acc nor the sum is brought"),
+    "last block left out": (blockwise(whole=True), "The last block is left out: it holds 1 of the keys"),
+    "not divided": (blockwise(divide=False), "The result is acc / sum"),
+    "no maximum": (without_maximum, "inf or nan. Is the maximum subtracted"),
+    "all at once": (lambda scores, values, block: scores.softmax(0) @ values, "softmax was given all 5 keys at once"),
+    "all at once, by function": (lambda s, v, block: torch.softmax(s, 0) @ v, "softmax was given all 5 keys at once"),
+    "two passes": (two_passes, "max was given all 5 keys at once"),
+}
+
+
+@pytest.mark.parametrize("mistake", BLOCKWISE)
+def test_attention_in_blocks(mistake: str) -> None:
+    answer, hint = BLOCKWISE[mistake]
+    assert hint in said("03-3", answer)
+
+
+# A policy
+
+
+def of_ceiling(n: int) -> list[tuple[int, int]]:
+    """Equal ranges, rounded up: what is missing is missing from the last."""
+    count = -(-n // 96)
+    size = -(-n // count) if count else 0
+    return [(i * size, min(n, (i + 1) * size)) for i in range(count)]
+
+
+def even(n: int) -> list[tuple[int, int]]:
+    count = -(-n // 96)
+    return [(n * i // count, n * (i + 1) // count) for i in range(count)]
+
+
+POLICIES: dict[str, tuple[Callable[[int], Any], int, str]] = {
+    "right": (even, 64, "yes"),
+    "the last is shorter": (of_ceiling, 64, "22 ranges of 74 to 94 keys; the largest and smallest may differ by one."),
+    "too many": (lambda n: [(i, i + 1) for i in range(n)], 4096, "the one of 96 is cut into 96 ranges; 1 would do"),
+    "promises too little": (even, 4, "it raised ValueError: policy 'mine': request 5 has 11 ranges"),
+    "raises": (
+        lambda n: [(0, n // n)],
+        64,
+        "of 0, 1, 96, 97, 200, 1,000, 2,048, 96 and 700 keys: it raised ZeroDivision",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", POLICIES)
+def test_an_even_policy(mistake: str) -> None:
+    rule, most, hint = POLICIES[mistake]
+
+    @split_policy("mine", needs_host_lens=True, max_ranges=most)
+    def mine(lens: Any, ctx: Any) -> Any:
+        return [rule(n) for n in lens]
+
+    assert hint in said("04-3", "mine")
