@@ -15,19 +15,28 @@ if TYPE_CHECKING:
     from attnlab.backend import AttentionBackend as AttentionBackend
     from attnlab.batch import DecodeBatch as DecodeBatch
     from attnlab.batch import DeviceLens as DeviceLens
+    from attnlab.batch import ExtendBatch as ExtendBatch
     from attnlab.batch import HostLens as HostLens
+    from attnlab.batch import VerifyBatch as VerifyBatch
     from attnlab.explore.merge import explore_merge as explore_merge
     from attnlab.explore.splits import explore_splits as explore_splits
+    from attnlab.inspect.describe import describe as describe
     from attnlab.inspect.info import info as info
     from attnlab.inspect.record import Scores as Scores
     from attnlab.inspect.record import record as record
     from attnlab.inspect.workbench import Workbench as Workbench
     from attnlab.inspect.workbench import workbench as workbench
+    from attnlab.mask import CustomMask as CustomMask
+    from attnlab.memory.cache import PagedCache as PagedCache
     from attnlab.memory.pools.mha import MHAPool as MHAPool
     from attnlab.memory.pools.mla import MLAPool as MLAPool
+    from attnlab.memory.pools.unified import UnifiedPool as UnifiedPool
+    from attnlab.memory.pools.window import WindowPool as WindowPool
     from attnlab.memory.requests import RequestTable as RequestTable
     from attnlab.memory.slots import SlotAllocator as SlotAllocator
     from attnlab.plan.plans import DecodePlan as DecodePlan
+    from attnlab.plan.plans import ExtendPlan as ExtendPlan
+    from attnlab.plan.plans import VerifyPlan as VerifyPlan
     from attnlab.plan.policy import SplitContext as SplitContext
     from attnlab.plan.policy import SplitPolicy as SplitPolicy
     from attnlab.plan.policy import split_policies as split_policies
@@ -47,6 +56,7 @@ _HOME = {
     "show": "plots.show",
     "explore_splits": "explore.splits",
     "explore_merge": "explore.merge",
+    "describe": "inspect.describe",
     "record": "inspect.record",
     "Scores": "inspect.record",
     "Trace": "trace",
@@ -56,17 +66,28 @@ _HOME = {
     "HostLens": "batch",
     "DeviceLens": "batch",
     "DecodeBatch": "batch",
+    "ExtendBatch": "batch",
+    "VerifyBatch": "batch",
+    "CustomMask": "mask",
     "SlotAllocator": "memory.slots",
     "RequestTable": "memory.requests",
     "MHAPool": "memory.pools.mha",
     "MLAPool": "memory.pools.mla",
+    "WindowPool": "memory.pools.window",
+    "UnifiedPool": "memory.pools.unified",
+    "PagedCache": "memory.cache",
     "SplitContext": "plan.policy",
     "SplitPolicy": "plan.policy",
     "split_policy": "plan.policy",
     "split_policies": "plan.policy",
     "DecodePlan": "plan.plans",
+    "ExtendPlan": "plan.plans",
+    "VerifyPlan": "plan.plans",
     "AttentionBackend": "backend",
 }
+
+_FILLED_BY = {"split_policies": "plan.policies"}
+"""Registries, and the package that fills them when it is imported."""
 
 __all__ = ["__version__", *_HOME]
 
@@ -74,6 +95,8 @@ __all__ = ["__version__", *_HOME]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'attnlab' has no attribute {name!r}; its names are {', '.join(_HOME)}")
+    if name in _FILLED_BY:
+        import_module(f"attnlab.{_FILLED_BY[name]}")
     return getattr(import_module(f"attnlab.{_HOME[name]}"), name)
 
 

@@ -4,17 +4,25 @@
 choice belongs to the process and must be made first. This is the only file that reads `os.environ`.
 
 The choice: `ATTNLAB_INTERPRET=1` or `=0` where set; else `TRITON_INTERPRET` where set; else compiled
-where torch sees a CUDA or ROCm device, interpreted otherwise.
+where torch sees a CUDA or ROCm device, interpreted otherwise. This file itself imports under any setting, and without
+torch, so that `attnlab doctor` can say what is wrong.
 """
 
 from __future__ import annotations
 
 import os
-
-import torch
+from importlib import import_module
 
 _WORDS = {"1": True, "true": True, "0": False, "false": False}
 _VARIABLES = ("ATTNLAB_INTERPRET", "TRITON_INTERPRET")
+
+
+def has_gpu() -> bool:
+    """Whether torch sees a GPU. Where torch is missing it sees none; whoever needs torch says so."""
+    try:
+        return bool(import_module("torch").cuda.is_available())
+    except ImportError:
+        return False
 
 
 def _choose_interpreted() -> bool:
@@ -28,11 +36,17 @@ def _choose_interpreted() -> bool:
                 "unset it to let attnlab choose by the device"
             )
         return _WORDS[value.lower()]
-    return not torch.cuda.is_available()
+    return not has_gpu()
 
 
-INTERPRETED: bool = _choose_interpreted()
+INTERPRETED: bool
 """True where this process runs kernels in Triton's interpreter, False where it compiles them."""
+PROBLEM: str | None = None
+"""What is wrong with the settings, if anything. No kernel is set up then: importing one raises this."""
+try:
+    INTERPRETED = _choose_interpreted()
+except ValueError as error:
+    INTERPRETED, PROBLEM = not has_gpu(), str(error)
 
 AS_FOUND: dict[str, str | None] = {variable: os.environ.get(variable) for variable in _VARIABLES}
 """What the process was started with, in the order of precedence; None where a variable was not set."""

@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from attnlab import _boot
 from attnlab._boot import INTERPRETED
 
 __all__ = ["PROBLEM", "device_clock", "jit", "multiprocessor", "tl", "triton"]
+
+if _boot.PROBLEM is not None:
+    raise ValueError(_boot.PROBLEM)
 
 try:
     import triton

@@ -33,7 +33,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"attnlab {args.command}: {error}", file=sys.stderr)
         return 2
     except ImportError as error:
-        print(f"attnlab {args.command}: {error}; `attnlab doctor` says what is missing here", file=sys.stderr)
+        hint = "" if args.command == "doctor" else "; `attnlab doctor` says what is missing here"
+        print(f"attnlab {args.command}: {error}{hint}", file=sys.stderr)
         return 2
     return status or 0
 

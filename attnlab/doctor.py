@@ -16,13 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from attnlab._boot import AS_FOUND, INTERPRETED
+from attnlab import _boot
+from attnlab._boot import AS_FOUND, INTERPRETED, has_gpu
 from attnlab.assets import notebooks_folder
+from attnlab.units import size
 
 State = Literal["ok", "note", "trouble"]
 STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "trouble": "bold red"}
@@ -74,25 +71,44 @@ def examine() -> Report:
         try:
             findings += check()
         except Exception as error:  # of whatever type: finding out is what the doctor is for
+            if str(error) == _boot.PROBLEM:  # `settings` says it
+                continue
             findings.append(Finding(name=name, state="trouble", found=_words(error), todo=_way_out(error)))
     return Report(findings=tuple(findings))
 
 
 def print_report(report: Report) -> None:
     """Print a line for each finding, with what to do below it, and a last line that sums up."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=1000)  # into a file or a pipe, no line is broken
-    table = Table.grid(padding=(0, 2))
-    for finding in report.findings:
-        words = Text(finding.found)
-        if finding.todo:
-            words.append(f"\n-> {finding.todo}", style="bold")
-        table.add_row(Text(finding.state, style=STYLES[finding.state]), Text(finding.name), words)
-    console.print(table)
+    try:
+        rich = [import_module(f"rich.{name}") for name in ("console", "table", "text")]
+    except Exception:  # of whatever type: rich may be what is broken
+        _print_plainly(report)
+    else:
+        _print_table(report, *rich)
     count = len(report.troubles)
     names = ", ".join(finding.name for finding in report.troubles)
-    console.print(Text(f"Trouble with {count}: {names}." if count else "Nothing keeps attnlab from working here."))
+    print(f"Trouble with {count}: {names}." if count else "Nothing keeps attnlab from working here.")
+
+
+def _print_table(report: Report, console: Any, table: Any, text: Any) -> None:
+    out = console.Console()
+    if not out.is_terminal:
+        out = console.Console(width=1000)  # into a file or a pipe, no line is broken
+    rows = table.Table.grid(padding=(0, 2))
+    for finding in report.findings:
+        words = text.Text(finding.found)
+        if finding.todo:
+            words.append(f"\n-> {finding.todo}", style="bold")
+        rows.add_row(text.Text(finding.state, style=STYLES[finding.state]), text.Text(finding.name), words)
+    out.print(rows)
+
+
+def _print_plainly(report: Report) -> None:
+    width = max(len(finding.name) for finding in report.findings)
+    for finding in report.findings:
+        print(f"{finding.state:7}  {finding.name:{width}}  {finding.found}")
+        if finding.todo:
+            print(f"{'':{width + 11}}-> {finding.todo}")
 
 
 # --- What is installed --------------------------------------------------------------------------------------------
@@ -141,9 +157,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _gpu() -> Iterator[Finding]:
+    torch = import_module("torch")
     if torch.cuda.is_available():
         facts = torch.cuda.get_device_properties(0)
-        found = f"{facts.name}, {facts.multi_processor_count} multiprocessors, {facts.total_memory >> 30} GB"
+        found = f"{facts.name}, {facts.multi_processor_count} multiprocessors, {size(facts.total_memory)}"
         yield Finding(name="GPU", state="ok", found=found)
         return
     adds = "one would add compiled kernels (milliseconds, not seconds), times of programs and arithmetic in bf16"
@@ -158,11 +175,15 @@ def _gpu() -> Iterator[Finding]:
 
 
 def _settings() -> Iterator[Finding]:
-    """Say who chose how kernels run. Values that mean nothing never get here: importing attnlab names them."""
+    """Say who chose how kernels run."""
+    if _boot.PROBLEM is not None:
+        found, _, todo = _boot.PROBLEM.partition("; ")
+        yield Finding(name="settings", state="trouble", found=found, todo=todo)
+        return
     chosen = {name: value for name, value in AS_FOUND.items() if value is not None}
     how = "interpreted on the CPU" if INTERPRETED else "compiled"
     words = ", ".join(f"{name}={value}" if value is not None else f"{name} unset" for name, value in AS_FOUND.items())
-    found, gpu = f"{words}: kernels are {how}", torch.cuda.is_available()
+    found, gpu = f"{words}: kernels are {how}", has_gpu()
     unset = f"unset {' and '.join(chosen)} to let the device choose"
     if not INTERPRETED and not gpu:
         found += ", for which there is no GPU"
@@ -191,12 +212,12 @@ def _engines() -> Iterator[Finding]:
 
 
 def _eager_decode() -> Iterator[Finding]:
-    yield _decode("eager", "cuda" if torch.cuda.is_available() else "cpu")
+    yield _decode("eager", "cuda" if has_gpu() else "cpu")
 
 
 def _triton_decode() -> Iterator[Finding]:
     """Run the kernels where they can run; why they cannot is said by `engines` and `settings`."""
-    if import_module("attnlab._triton").PROBLEM is None and (INTERPRETED or torch.cuda.is_available()):
+    if import_module("attnlab._triton").PROBLEM is None and (INTERPRETED or has_gpu()):
         yield _decode("triton", "cpu" if INTERPRETED else "cuda")
 
 

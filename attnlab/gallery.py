@@ -42,7 +42,7 @@ def lse_merge() -> Picture:
     """Return the merges of a sink head and of a diffuse head."""
     bench = _whole_text()
     merges = [bench.merge(layer, request=0, head=head) for layer, head in ((18, 3), (0, 5))]
-    return show(*(replace(merge, title=f"{merge.title.rpartition(',')[0]}, the whole text") for merge in merges))
+    return show(*(replace(merge, about="the whole text") for merge in merges))
 
 
 def attention_scores() -> Picture:

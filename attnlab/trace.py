@@ -6,8 +6,9 @@ Reference of the format: safetensors, with one JSON document in its header. Tens
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from operator import index
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -16,14 +17,20 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from attnlab.checks import require
+from attnlab.checks import number, one_of, positive, require, tensor
 from attnlab.plan.call import DecodeCall
 from attnlab.plan.plans import Lane
+from attnlab.plan.schedule import SEGMENT
+from attnlab.plan.splits import check_ranges
 
 Stage = Literal["raw", "scaled", "capped", "masked", "weights"]
+Reduce = Literal["max", "sum", "logsumexp"]
 STAGES: tuple[Stage, ...] = ("raw", "scaled", "capped", "masked", "weights")
 """What a score goes through: the dot product, times the scale, capped (tempered and modified too), masked, softmax."""
-FORMAT = 1
+_OF_SCORES: tuple[Reduce, ...] = ("max", "logsumexp")
+REDUCTIONS: dict[str, tuple[Reduce, ...]] = {**dict.fromkeys(STAGES, _OF_SCORES), "weights": ("sum", "max")}
+"""How the keys of a bin become one number, by stage; the first is the default. Weights add up, scores do not."""
+FORMAT = 2
 
 
 @runtime_checkable
@@ -46,11 +53,18 @@ class ScoreTrace:
     """
 
     request: int
-    stage: str
-    reduce: str
+    stage: Stage
+    reduce: Reduce
     heads: tuple[int, ...]
     edges: tuple[int, ...]
     values: Tensor
+
+    def __post_init__(self) -> None:
+        one_of("stage", self.stage, STAGES)
+        one_of(f"reduce ({self.stage})", self.reduce, REDUCTIONS[self.stage])
+        rising = list(self.edges) == sorted(set(self.edges)) and self.edges[:1] == (0,)
+        require(rising, f"edges: expected 0, then rising key numbers, got {self.edges[:8]}")
+        tensor("values", self.values, shape=[len(self.heads), len(self.edges) - 1], dtype=torch.float32)
 
     @property
     def by_key(self) -> bool:
@@ -62,10 +76,12 @@ class ScoreTrace:
 class CallTrace:
     """One recorded decode call. Lists run over requests.
 
-    `ranges` are the split ranges; `partial_lse[r]` is `[splits, heads]` and `partial_out[r]` `[splits, heads,
-    v_dim]`, natural log and normalised; `lse` is `[reqs, heads]` without sinks. `times`, where programs noted them,
-    is `[programs, 3]` int64: multiprocessor, start and end in nanoseconds of the device's clock. Parts that were
-    not asked for are empty.
+    `ranges` are the split ranges; `start` is the position of the first key, `q_pos` that of the query. `partial_lse[r]`
+    is `[splits, heads]` and `partial_out[r]` `[splits, heads, v_dim]`, natural log and normalised; `lse` is `[reqs,
+    heads]` without sinks. `times`, where programs noted them, is `[segments, head tiles, 3]` int64: multiprocessor,
+    start and end in nanoseconds of the device's clock, 0 for a program that did not run; what each one read stands in
+    the schedule's `segments [segments, 5]`. `tokens` are the texts of the requests' tokens, where the trace knows them.
+    Parts that were not asked for are empty.
     """
 
     layer: int
@@ -73,14 +89,53 @@ class CallTrace:
     heads: int
     kv_heads: int
     scale: float
+    softcap: float | None
+    temperature_len: int | None
+    mod: str | None
+    has_sinks: bool
     page_size: int
     ranges: tuple[tuple[tuple[int, int], ...], ...]
     nominal: tuple[int, ...]
+    start: tuple[int, ...]
+    q_pos: tuple[int, ...]
     lse: Tensor
     partial_lse: tuple[Tensor, ...] = ()
     partial_out: tuple[Tensor, ...] = ()
     scores: tuple[ScoreTrace, ...] = ()
+    segments: Tensor | None = None
     times: Tensor | None = None
+    tokens: tuple[tuple[str, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "kv_heads", "page_size"):
+            positive(name, getattr(self, name))
+        require(self.heads % self.kv_heads == 0, f"heads: {self.heads} are no multiple of {self.kv_heads} KV heads")
+        number("scale", self.scale, positive=False)
+        check_ranges(self.ranges, self.lens, policy=self.policy, max_ranges=None)
+        reqs = len(self.ranges)
+        for name in ("nominal", "start", "q_pos"):
+            got = len(getattr(self, name))
+            require(got == reqs, f"{name}: expected a number for each of {reqs} requests, got {got}")
+        tensor("lse", self.lse, shape=[reqs, self.heads], dtype=torch.float32)
+        self._check_partials(reqs)
+        for score in self.scores:
+            require(0 <= score.request < reqs, f"request: expected 0 to {reqs - 1}, got {score.request}")
+            known = all(0 <= head < self.heads for head in score.heads)
+            require(known, f"heads: expected 0 to {self.heads - 1}, got {score.heads}")
+            keys = self.lens[score.request]
+            require(score.edges[-1] == keys, f"edges: expected the {keys} keys of a request, got {score.edges[-1]}")
+        require((self.times is None) == (self.segments is None), "times: they come with the segments that were timed")
+        if self.times is not None:
+            tensor("segments", self.segments, shape=["segments", len(SEGMENT)], dtype=torch.int32)
+            tensor("times", self.times, shape=[len(self.times), "head tiles", 3], dtype=torch.int64)
+
+    def _check_partials(self, reqs: int) -> None:
+        for name, parts in (("partial_lse", self.partial_lse), ("partial_out", self.partial_out)):
+            require(len(parts) in (0, reqs), f"{name}: expected those of {reqs} requests or none, got {len(parts)}")
+            for r, x in enumerate(parts):
+                shape: tuple[int | str, ...] = (len(self.ranges[r]), self.heads)
+                shape += ("v_dim",) if name == "partial_out" else ()
+                tensor(f"{name}.{r}", x, shape=shape, dtype=torch.float32)
 
     @property
     def lens(self) -> tuple[int, ...]:
@@ -89,21 +144,30 @@ class CallTrace:
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
-        """Merge weights per request, `[splits, heads]`: exp(partial lse - lse). They sum to 1 over the splits."""
-        return tuple(torch.exp(mine - self.lse[r]) for r, mine in enumerate(self.partial_lse))
+        """Merge weights per request, `[splits, heads]`: exp(partial lse - lse). They sum to 1 over the splits.
+
+        A head from which a modifier hides every key has none: all its weights are 0.
+        """
+        return tuple(torch.exp(mine - finite_or_zero(self.lse[r])) for r, mine in enumerate(self.partial_lse))
 
     @property
     def bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(x.numel() * x.element_size() for _, x in self._tensors())
+        return sum(x.nbytes for _, x in self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield "lse", self.lse
         for name, parts in (("partial_lse", self.partial_lse), ("partial_out", self.partial_out)):
             yield from ((f"{name}.{r}", x) for r, x in enumerate(parts))
         yield from ((f"scores.{i}", s.values) for i, s in enumerate(self.scores))
-        if self.times is not None:
+        if self.segments is not None and self.times is not None:
+            yield "segments", self.segments
             yield "times", self.times
+
+
+def finite_or_zero(lse: Tensor) -> Tensor:
+    """Return what to subtract before exp: the log-sum-exp, or 0 where nothing was seen (-inf - -inf would be NaN)."""
+    return torch.where(lse == float("-inf"), 0.0, lse)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -123,10 +187,10 @@ class Trace:
         return sum(call.bytes for call in self.calls)
 
     def call(self, layer: int) -> CallTrace:
-        """Return the first recorded call of a layer; raise ValueError with the layers that were recorded."""
+        """Return the first recorded call of a layer, with the texts; raise ValueError with the recorded layers."""
         for call in self.calls:
             if call.layer == layer:
-                return call
+                return replace(call, tokens=self.tokens)
         known = ", ".join(dict.fromkeys(str(call.layer) for call in self.calls)) or "none"
         raise ValueError(f"layer: this trace has calls of layers {known}, got {layer!r}")
 
@@ -159,13 +223,16 @@ class Trace:
             raise ValueError(f"trace: {path} is a safetensors file, but no trace of attnlab's")
         try:
             return _trace_of(json.loads(header), tensors)
-        except (KeyError, TypeError, IndexError, ValueError, OverflowError, RecursionError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"trace: the header of {path} is damaged, or disagrees with its tensors ({error!r})"
             ) from error
 
 
-_PLAIN = ("layer", "policy", "heads", "kv_heads", "scale", "page_size", "ranges", "nominal")
+_PLAIN = (
+    *("layer", "policy", "heads", "kv_heads", "scale", "softcap", "temperature_len", "mod", "has_sinks", "page_size"),
+    *("ranges", "nominal", "start", "q_pos"),
+)
 _SCORE_PLAIN = ("request", "stage", "reduce", "heads", "edges")
 
 
@@ -186,42 +253,43 @@ def _trace_of(document: dict[str, Any], tensors: dict[str, Tensor]) -> Trace:
 
 
 def _call_of(row: dict[str, Any], i: int, tensors: dict[str, Tensor]) -> CallTrace:
-    """Rebuild a call, and hold every tensor to the shape that its header promises."""
-    ranges = tuple(tuple((int(a), int(b)) for a, b in mine) for mine in row["ranges"])
-    reqs, heads = len(ranges), int(row["heads"])
-    lses, outs = (int(n) for n in row["partials"])
-    require({lses, outs} <= {0, reqs} and reqs == len(row["nominal"]), "calls: lists of different lengths")
-
-    def get(name: str, *shape: int | None) -> Tensor:
-        x = tensors[f"{i}.{name}"]
-        fits = x.dim() == len(shape) and all(want in (None, got) for want, got in zip(shape, x.shape, strict=True))
-        require(fits, f"{i}.{name}: expected {list(shape)}, got {list(x.shape)}")
-        return x
-
+    """Rebuild a call; it checks itself."""
+    lses, outs = map(index, row["partials"])
+    scores = enumerate(row["scores"])
     return CallTrace(
-        layer=int(row["layer"]),
+        layer=index(row["layer"]),
         policy=str(row["policy"]),
-        heads=heads,
-        kv_heads=int(row["kv_heads"]),
-        scale=float(row["scale"]),
-        page_size=int(row["page_size"]),
-        ranges=ranges,
-        nominal=tuple(int(n) for n in row["nominal"]),
-        lse=get("lse", reqs, heads),
-        partial_lse=tuple(get(f"partial_lse.{r}", len(ranges[r]), heads) for r in range(lses)),
-        partial_out=tuple(get(f"partial_out.{r}", len(ranges[r]), heads, None) for r in range(outs)),
-        scores=tuple(_score_of(s, get, n) for n, s in enumerate(row["scores"])),
-        times=get("times", None, 3) if row["times"] else None,
+        heads=row["heads"],
+        kv_heads=row["kv_heads"],
+        scale=row["scale"],
+        softcap=None if row["softcap"] is None else number("softcap", row["softcap"], positive=True),
+        temperature_len=None if row["temperature_len"] is None else index(row["temperature_len"]),
+        mod=None if row["mod"] is None else str(row["mod"]),
+        has_sinks=bool(row["has_sinks"]),
+        page_size=row["page_size"],
+        ranges=tuple(tuple((index(a), index(b)) for a, b in mine) for mine in row["ranges"]),
+        nominal=_ints(row["nominal"]),
+        start=_ints(row["start"]),
+        q_pos=_ints(row["q_pos"]),
+        lse=tensors[f"{i}.lse"],
+        partial_lse=tuple(tensors[f"{i}.partial_lse.{r}"] for r in range(lses)),
+        partial_out=tuple(tensors[f"{i}.partial_out.{r}"] for r in range(outs)),
+        scores=tuple(_score_of(score, tensors[f"{i}.scores.{n}"]) for n, score in scores),
+        segments=tensors[f"{i}.segments"] if row["times"] else None,
+        times=tensors[f"{i}.times"] if row["times"] else None,
     )
 
 
-def _score_of(row: dict[str, Any], get: Any, n: int) -> ScoreTrace:
-    heads, edges = tuple(int(h) for h in row["heads"]), tuple(int(e) for e in row["edges"])
+def _score_of(row: dict[str, Any], values: Tensor) -> ScoreTrace:
     return ScoreTrace(
-        request=int(row["request"]),
-        stage=str(row["stage"]),
-        reduce=str(row["reduce"]),
-        heads=heads,
-        edges=edges,
-        values=get(f"scores.{n}", len(heads), len(edges) - 1),
+        request=index(row["request"]),
+        stage=row["stage"],
+        reduce=row["reduce"],
+        heads=_ints(row["heads"]),
+        edges=_ints(row["edges"]),
+        values=values,
     )
+
+
+def _ints(numbers: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(index(n) for n in numbers)

@@ -10,16 +10,19 @@ from rich.table import Table
 from rich.text import Text
 
 from attnlab.trace import CallTrace, Trace
+from attnlab.units import size
 
 COLUMNS = ("call", "layer", "policy", "requests", "keys", "splits", "recorded", "size", "heaviest split")
 
 
 def summarise(path: Path) -> None:
     """Print a saved trace's calls, what of each was recorded, and what did not fit the budget."""
-    trace = Trace.load(path)
+    trace = _loaded(path)
     console = _console()
-    texts = f", with the texts of {len(trace.tokens)} requests' tokens" if trace.tokens else ""
-    console.print(Text(f"{path}: {len(trace.calls)} recorded decode calls, {size(trace.bytes)}{texts}"))
+    texts = f", with the tokens' texts of {_counted(len(trace.tokens), 'request')}" if trace.tokens else ""
+    calls = _counted(len(trace.calls), "recorded decode call")
+    file = size(path.stat().st_size)
+    console.print(Text(f"{path}: {calls}, {size(trace.bytes)} of numbers in a file of {file}{texts}"))
     if trace.calls:
         table = Table()
         for name in COLUMNS:
@@ -55,7 +58,7 @@ def recorded(call: CallTrace) -> str:
     parts += ["partial outputs"] if call.partial_out else []
     for stage in dict.fromkeys(score.stage for score in call.scores):
         requests = {score.request for score in call.scores if score.stage == stage}
-        parts.append(f"{stage} of {len(requests)} {'request' if len(requests) == 1 else 'requests'}")
+        parts.append(f"{stage} of {_counted(len(requests), 'request')}")
     parts += ["times"] if call.times is not None else []
     return ", ".join(parts)
 
@@ -82,16 +85,23 @@ def spread(counts: list[int]) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def size(count: int) -> str:
-    """Return bytes in the unit that leaves the number short."""
-    if count < 1024:
-        return f"{count} bytes"
-    return f"{count / 1024:,.1f} KB" if count < 1024**2 else f"{count / 1024**2:,.1f} MB"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def printable(text: str) -> str:
     """Return text without control characters: a file from elsewhere must not steer the terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _loaded(path: Path) -> Trace:
+    """Load a trace; its errors begin with the word `trace`, which the command line says already."""
+    try:
+        return Trace.load(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(str(error).removeprefix("trace: ")) from error
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("trace: ")) from error
 
 
 def _console() -> Console:

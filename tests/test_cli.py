@@ -24,6 +24,7 @@ def test_the_tour_page_holds_its_pictures_and_asks_nobody_for_more(tour: Path) -
     links = set(re.findall(r"""(?:href|src)=["']([^"'#][^"']*)""", page)) | set(re.findall(r"url\(([^#][^)]*)\)", page))
     assert not links
     assert len(page) < 1_000_000
+    assert "<code>attnlab lab</code>" in page  # what to do next
 
 
 def test_the_tour_says_that_lengths_were_scaled(tour: Path, capsys: pytest.CaptureFixture[str]) -> None:

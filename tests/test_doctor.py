@@ -223,10 +223,45 @@ def test_compiled_kernels_without_a_gpu() -> None:
     assert "-> unset ATTNLAB_INTERPRET to let the device choose" in finding(printed, "settings")[1]
 
 
-def test_a_setting_that_means_nothing_is_named_when_attnlab_is_imported() -> None:
-    status, printed = attnlab_in(ROOT, ATTNLAB_INTERPRET="maybe")
+@pytest.mark.parametrize("variable", SETTINGS)
+def test_a_setting_that_means_nothing_is_a_trouble_of_its_own(variable: str) -> None:
+    status, printed = attnlab_in(ROOT, **{variable: "maybe"})
+    assert status == 1 and troubles(printed) == ["settings"]
+    words = f"{variable}: expected 1 (interpret kernels) or 0 (compile them), got 'maybe' -> unset it to let attnlab "
+    assert finding(printed, "settings")[1].startswith(words)
+    status, printed = attnlab_in(ROOT, command="tour", **{variable: "maybe"})
+    assert status == 2 and printed.startswith(f"attnlab tour: {variable}: expected 1") and printed.count("\n") == 1
+
+
+def test_no_rich(tmp_path: Path) -> None:
+    site = site_without(tmp_path / "site", "rich")
+    status, printed = attnlab_in(ROOT, site, flags=("-S",))
+    assert status == 1 and troubles(printed) == ["rich"]
+    assert finding(printed, "rich")[1].endswith("-> python -m pip install 'rich>=14.0'")
+    assert finding(printed, "decode, eager")[0] == "ok"
+    status, printed = attnlab_in(ROOT, site, command="trace x", flags=("-S",))
+    assert status == 2 and printed.endswith("`attnlab doctor` says what is missing here\n")
+
+
+def test_no_torch(tmp_path: Path) -> None:
+    status, printed = attnlab_in(ROOT, site_without(tmp_path / "site", "torch"), flags=("-S",))
     assert status == 1
-    assert "ATTNLAB_INTERPRET: expected 1 (interpret kernels) or 0" in printed.splitlines()[-1]
+    assert finding(printed, "torch") == ("trouble", "missing (for tensors) -> python -m pip install 'torch>=2.11'")
+    for name in ("GPU", "decode, eager", "data"):
+        state, words = finding(printed, name)
+        assert state == "trouble" and "No module named 'torch' -> install what is missing above" in words
+    assert finding(printed, "settings")[0] == finding(printed, "notebooks")[0] == "ok"
+
+
+def test_the_doctor_does_not_send_people_to_the_doctor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing() -> None:
+        raise ImportError("No module named 'x'")
+
+    monkeypatch.setattr(doctor, "examine", missing)
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == "attnlab doctor: No module named 'x'\n"
 
 
 def test_every_trouble_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +343,7 @@ def test_notebooks_are_copied_out_of_a_wheel(wheel: Path, capsys: pytest.Capture
     folder = lab.prepare(None)
     assert folder == Path("attnlab-notebooks")
     assert tree(folder) == {"00_map.ipynb": "shipped", "gallery/a.svg": "<svg/>"}
-    assert capsys.readouterr().out == "Copied 2 files of the notebooks into attnlab-notebooks.\n"
+    assert capsys.readouterr().out.startswith("Copied 2 files of the notebooks into attnlab-notebooks. They are yours")
 
 
 def test_what_is_there_is_never_overwritten(wheel: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,7 +355,7 @@ def test_what_is_there_is_never_overwritten(wheel: Path, capsys: pytest.CaptureF
     copied = lab.copy_notebooks(wheel, folder)
     assert (folder / "00_map.ipynb").read_text() == "my answers" and not Path("nowhere").exists()
     assert [p.name for p in copied.written] == ["01_new.ipynb"] and len(copied.kept) == 2
-    assert str(copied) == "Copied 1 files of the notebooks into mine; left 2 that were there as they are."
+    assert str(copied) == "Copied 1 file of the notebooks into mine; left 2 that were there as they are."
 
 
 def test_a_folder_is_asked_for_in_a_checkout(tmp_path: Path) -> None:
@@ -339,7 +374,8 @@ def test_the_lab_is_given_what_was_typed(wheel: Path, monkeypatch: pytest.Monkey
     typed: list[list[str]] = []
     monkeypatch.setattr("jupyterlab.labapp.main", typed.append)
     assert main(["lab", "--folder", "here", "--port", "8899", "--no-browser", "--", "--debug"]) == 0
-    assert typed == [[f"--ServerApp.root_dir={Path('here').resolve()}", "--port=8899", "--no-browser", "--debug"]]
+    places = [f"--ServerApp.root_dir={Path('here').resolve()}", "--LabApp.default_url=/lab/tree/00_map.ipynb"]
+    assert typed == [[*places, "--port=8899", "--no-browser", "--debug"]]
 
 
 @pytest.mark.parametrize("port", ["0", "-1", "65536"])
@@ -429,11 +465,13 @@ def test_a_trace_is_summarised(saved: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_trace_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Trace().save(tmp_path / "t")
     assert main(["trace", str(tmp_path / "t")]) == 0
-    assert capsys.readouterr().out.endswith("t: 0 recorded decode calls, 0 bytes\n")
+    assert "t: 0 recorded decode calls, 0 bytes of numbers in a file of " in capsys.readouterr().out
 
 
 def _call(policy: str, **parts: object) -> CallTrace:
     plain = {"layer": 1, "heads": 2, "kv_heads": 1, "scale": 1.0, "page_size": 1, "nominal": (2, 0), **parts}
+    plain |= {"softcap": None, "temperature_len": None, "mod": None, "has_sinks": False}
+    plain |= {"start": (0, 0), "q_pos": (39, -1)}
     lse = torch.tensor([[0.0, 0.0], [float("-inf"), float("-inf")]])
     return CallTrace(policy=policy, ranges=(((0, 32), (32, 40)), ()), lse=lse, **plain)
 
@@ -442,7 +480,8 @@ def test_calls_without_partials_empty_requests_and_odd_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     partial_lse = (torch.log(torch.tensor([[0.25, 0.5], [0.75, 0.5]])), torch.zeros(0, 2))
-    calls = [_call("[red]\x1b[31mx"), _call("plain", partial_lse=partial_lse, times=torch.zeros(1, 3).long())]
+    timed = {"times": torch.zeros(1, 1, 3).long(), "segments": torch.zeros(1, 5).int()}
+    calls = [_call("[red]\x1b[31mx"), _call("plain", partial_lse=partial_lse, **timed)]
     Trace(calls=calls).save(tmp_path / "t")
     assert main(["trace", str(tmp_path / "t")]) == 0
     printed = capsys.readouterr().out
@@ -468,5 +507,6 @@ def test_what_is_no_trace_is_an_error_in_one_line(
         save_file({"x": torch.zeros(1)}, path, metadata={"attnlab_trace": '{"format": 1}'})
     assert main(["trace", str(path)]) == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith("attnlab trace: trace: ") and str(path) in printed.err
+    assert printed.err.startswith("attnlab trace: ") and str(path) in printed.err
+    assert printed.err.count("trace: ") == 1
     assert printed.err.count("\n") == 1 and not printed.out

@@ -1,6 +1,8 @@
 """Explorers without a browser: controls change the picture, arguments make the same, errors name what is known."""
 
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -170,6 +172,29 @@ def test_what_a_policy_raises_is_said_and_the_picture_stays(halves: str) -> None
     assert "ZeroDivisionError" not in explorer.widget.children[1].value
 
 
+def test_a_policy_that_cannot_even_be_made_is_said_too(halves: str) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("no policy")
+
+    explorer = explore_splits(lens=[100, 9])
+    before = explorer.picture
+    split_policies._items[halves] = type("Broken", (), {"__init__": lambda self: broken()})
+    explorer.controls["policy"].value = halves
+    assert "ZeroDivisionError:</b> no policy" in explorer.widget.children[1].value
+    assert explorer.picture is before
+
+
+def test_a_slider_waits_until_it_is_let_go() -> None:
+    sliders = [explore_splits(lens=LENS).controls["parameter"], explore_merge().controls["splits"]]
+    assert not any(slider.continuous_update for slider in sliders)
+
+
+def test_policies_are_known_in_a_fresh_process() -> None:
+    program = "import attnlab; print(*attnlab.split_policies.names())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["seed", "static", "tile"]
+
+
 # --- Errors -------------------------------------------------------------------------------------------------------
 
 WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
@@ -233,7 +258,7 @@ def test_what_is_shown_has_its_own_paper_and_no_script_or_address(kind: str, the
 
 
 def test_redraw_times_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    """Printed, and held to a bound that only a rebuilt workbench or a runaway figure would break."""
+    """CPU time, printed, and held to a bound that only a rebuilt workbench or a runaway figure would break."""
     explorers = {"splits": explore_splits(compare="tile"), "merge": explore_merge()}
     moves: dict[str, list[tuple[str, object]]] = {
         "splits": [("parameter", 4), ("policy", "static"), ("parameter", 64), ("batch", ("azure_llm_2023_conv", 1))],
@@ -242,9 +267,9 @@ def test_redraw_times_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     for kind, explorer in explorers.items():
         times = []
         for control, value in moves[kind]:
-            start = time.perf_counter()
+            start = time.process_time()
             explorer.controls[control].value = value
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         with capsys.disabled():
             listed = ", ".join(f"{1000 * t:.0f}" for t in times)
             print(f"\nredraw of explore_{kind}: {listed} ms, {len(seen(explorer)):,} bytes", end="")

@@ -20,6 +20,7 @@ FLOORS = {
     "checks": 0,
     "registry": 0,
     "spec": 0,
+    "units": 0,
     "memory": 1,
     "mods": 1,
     "plan": 2,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 import torch
 
 import attnlab
 from attnlab.eager import oracle
+from attnlab.inspect.contents import seed_of
 from attnlab.inspect.footprint import Footprint
 from attnlab.inspect.samples import Sample
+from attnlab.mods.registry import score_mods
 from attnlab.plan.policies.static import Static
+from attnlab.spec import AttentionSpec, ModelSpec
 from tests.tolerances import LSE, OUTPUT
 
 
@@ -22,7 +27,7 @@ def test_a_footprint_tells_what_was_asked_from_what_is_used() -> None:
     wb = bench([257, 0])
     footprint = Footprint.of(wb.plan().lane(18), wb.model.layer(18).attention, multiprocessors=10)
     assert (footprint.asked, footprint.used) == (8, 5)
-    assert footprint.programs == 5 * 3 and footprint.waves == 1.5
+    assert footprint.programs == 5 * 3 and footprint.per_multiprocessor == 1.5
     assert footprint.launched == 3 * min(2 * 8, 257 // 32 + 2)
     assert footprint.scratch_bytes == footprint.launched * 3 * (64 + 2) * 4
 
@@ -104,6 +109,36 @@ def test_a_policy_of_ones_own_in_a_few_lines() -> None:
     wb = bench([301, 1, 0], policy="test-halves")
     assert wb.plan().lane(18).splits.to_host().effective == (2, 1, 0)
     torch.testing.assert_close(wb.decode(18), bench([301, 1, 0]).decode(18), **OUTPUT[torch.float16])
+
+
+def test_drawn_numbers_are_of_one_layer_request_and_seed() -> None:
+    """Seeds that were added up met: (seed 1000, layer 0) was (seed 0, layer 1)."""
+    benches = [bench([3] * 3, layers=[1, 2], seed=seed) for seed in (0, 1, 1000, 2000)]
+    drawn = [b.cached(layer, r)[0] for b in benches for layer in (1, 2) for r in range(3)]
+    assert not any(torch.equal(a, b) for a, b in combinations(drawn, 2))
+    assert torch.equal(benches[0].cached(1, 0)[0], bench([3], layers=[1]).cached(1, 0)[0])
+    seeds = [seed_of(s, *which) for s in range(3) for which in ((0,), (1,), (0, 0), (0, 1), (1, 0))]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_calls_on_the_bench_take_a_plan_and_what_a_modifier_reads() -> None:
+    spec = AttentionSpec(heads=4, kv_heads=2, qk_dim=16, v_dim=16, scale=0.25, mod=score_mods.get("relative_bias"))
+    model = ModelSpec.uniform(spec, layers=1, context_len=256, page_size=1, kv_dtype=torch.float32)
+    wb = attnlab.workbench(model, lens=[90, 40], policy="static", engine="eager")
+    aux = torch.zeros(2, 4, 16)
+    aux[..., 0] = 100.0  # the query's own key takes all
+    plan = wb.backend.plan(wb.batch)
+    assert torch.equal(wb.scores(0, request=1, plan=plan, aux=aux).weights[:, -1], torch.ones(4))
+    assert float(wb.stages(0, request=1, head=2, plan=plan, aux=aux).weights[-1]) == 1.0
+    assert float(wb.merge(0, request=0, head=1, plan=plan, aux=aux).weights[-1]) == 1.0
+    assert torch.equal(wb.decode(0, plan, aux=aux)[0, 0], wb.cached(0, 0)[1][-1, 0])
+    with pytest.raises(ValueError, match="aux: expected"):
+        wb.scores(0, request=0)
+
+
+def test_a_recording_on_the_bench_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'score'"), bench([3]).record(score=True):
+        pass
 
 
 def test_only_the_recorded_layers_are_recorded() -> None:

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from attnlab.batch import DecodeBatch, HostLens
+from attnlab.inspect.footprint import Footprint
 from attnlab.inspect.merge import MergeSteps
 from attnlab.inspect.workbench import workbench
 from attnlab.plan.index import KVIndex
@@ -32,14 +33,16 @@ from attnlab.plan.policy import SplitContext, SplitPolicy
 from attnlab.plan.schedule import Schedule
 from attnlab.plan.splits import HostSplits, offsets_of, splits_of_sizes
 from attnlab.plots import style
+from attnlab.plots.attention import attention
 from attnlab.plots.key_axis import KeyAxis
 from attnlab.plots.lse_merge import lse_merge
 from attnlab.plots.merge_view import MergeView
 from attnlab.plots.picture import Picture
 from attnlab.plots.schedule_panel import Panel, box_pitch
-from attnlab.plots.schedule_view import ScheduleView, schedule_views
+from attnlab.plots.schedule_view import ScheduleView, cut_view, schedule_views
 from attnlab.plots.show import show
 from attnlab.plots.split_schedule import split_schedule
+from attnlab.spec import AttentionSpec, ModelSpec
 
 SKEWED = (1020, 3267, 188, 2394, 126_195, 396, 13_203, 1130, 964, 4089, 22_648, 6909)
 MANY = tuple(1 + (7919 * i * i) % 9000 for i in range(64))
@@ -64,12 +67,14 @@ def lane(policy: SplitPolicy, lens: tuple[int, ...], *, kv_heads: int = 8) -> La
     )
 
 
-def merge(lse: list[float], *, size: int = 32, dim: int = 8, title: str = "layer 0, head 0, request 0") -> MergeSteps:
+def merge(lse: list[float], *, size: int = 32, dim: int = 8, request: int = 0) -> MergeSteps:
     """Return a merge of splits that are so loud; their partial outputs grow longer and turn."""
     generator = torch.Generator().manual_seed(len(lse))
     outputs = torch.randn(len(lse), dim, generator=generator, dtype=torch.float64)
     return MergeSteps(
-        title=title,
+        layer=0,
+        request=request,
+        head=0,
         ranges=tuple((size * i, size * (i + 1)) for i in range(len(lse))),
         lse=torch.tensor(lse, dtype=torch.float64),
         outputs=outputs * torch.linspace(0.2, 3.0, len(lse), dtype=torch.float64)[:, None],
@@ -102,7 +107,9 @@ PICTURES = {
     "25 requests": lambda: show(lane(Tile(), MANY[:25])),
     "4,096 requests": lambda: show(lane(Seed(), MANY * 64)),
     "odd name": lambda: show(ODD_NAME, ODD_NAME),
-    "device": lambda: show(*schedule_views(lane(Seed(), SKEWED), name="seed, cap 8", multiprocessors=132)),
+    "device": lambda: show(
+        *schedule_views(lane(Seed(), SKEWED), name="seed, cap 8", multiprocessors=132, head_tiles=2)
+    ),
     "merge of 1": lambda: show(merge([1.5])),
     "merge of one key": lambda: show(merge([1.5], size=1)),
     "merge of 2": lambda: show(merge([-12.25, 0.5])),
@@ -139,11 +146,11 @@ def test_the_title_of_one_schedule_is_true():
 
 
 def test_the_title_compares_with_an_even_share_where_the_device_is_known():
-    (view,) = schedule_views(lane(Seed(), SKEWED), multiprocessors=132)
+    (view,) = schedule_views(lane(Seed(), SKEWED), multiprocessors=132, head_tiles=1)
     count, longest, ratio, multiprocessors = digits(show(view).title)
     assert multiprocessors == 132
     assert ratio == pytest.approx(longest * 132 / (sum(SKEWED) * 8), abs=0.05)
-    (fine,) = schedule_views(lane(Tile(), SKEWED), multiprocessors=132)
+    (fine,) = schedule_views(lane(Tile(), SKEWED), multiprocessors=132, head_tiles=1)
     assert "within an even share" in show(fine).title
     assert sum(SKEWED) * 8 >= 256 * 132
 
@@ -244,7 +251,7 @@ def test_two_merges_are_titled_by_the_surprise_or_else_compared():
 
 
 def test_a_merge_of_zero_outputs_says_so_instead_of_dividing_by_zero():
-    steps = MergeSteps(title="nought", ranges=((0, 2), (2, 4)), lse=torch.zeros(2), outputs=torch.zeros(2, 4))
+    steps = replace(merge([0.0, 0.0]), outputs=torch.zeros(2, 4))
     picture = show(steps)
     assert picture.title.endswith("the answer is zero")
     assert "no share of it is defined" in picture.to_svg()
@@ -327,6 +334,10 @@ def test_notebooks_get_the_theme_that_was_asked_for():
         bundle = picture._repr_mimebundle_()
         assert bundle["image/svg+xml"] == picture._repr_svg_() == picture.to_svg(theme=theme)
         assert style.theme_of(theme).paper.lower() in bundle["image/svg+xml"]
+        fit = "display: block; max-width: 100%; height: auto; "  # a narrow page shrinks it
+        assert bundle["text/html"] == picture._repr_html_()
+        assert bundle["text/html"].replace(fit, "") == bundle["image/svg+xml"]
+        assert bundle["text/html"].index(fit) < bundle["text/html"].index(">")  # the root's, and no other's
     assert show(steps).theme == "light"
 
 
@@ -498,6 +509,53 @@ def test_programs_are_counted_as_launched():
     assert (view.nominal, view.used) == ((8, 8), (5, 1))
 
 
+@pytest.mark.parametrize("model", ["DeepSeek-V3", "falcon-180B", "a group of 20", "SmolLM2-135M"])
+def test_programs_are_those_of_the_footprint_head_tiles_included(model):
+    if model == "a group of 20":
+        spec = AttentionSpec(heads=40, kv_heads=2, qk_dim=32, v_dim=32, scale=0.2)
+        model = ModelSpec.uniform(spec, layers=1, context_len=512, page_size=1, kv_dtype=torch.float32)
+    wb = workbench(model, lens=[300, 40], policy="static", engine="eager")
+    layer = wb.layers[0]
+    attention, lane = wb.model.layer(layer).attention, wb.plan().lane(layer)
+    footprint = Footprint.of(lane, attention, multiprocessors=132)
+    (view,) = schedule_views(wb)
+    assert (view.working, view.working + view.spare) == (footprint.programs, footprint.launched)
+    assert view.per_multiprocessor == footprint.per_multiprocessor
+    assert view.even == pytest.approx(340 * footprint.programs / footprint.used / 132)
+    tiles = -(-attention.group // 16)
+    assert (f" × {tiles} head tiles = " in show(wb).to_svg()) == (tiles > 1)
+    ctx = SplitContext(
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        v_dim=attention.v_dim,
+        mla=wb.model.mla,
+        context_len=wb.model.context_len,
+        multiprocessors=132,
+    )
+    assert cut_view("static", [300, 40], ctx).working == footprint.programs
+
+
+def test_of_a_plan_programs_are_counted_per_tile_of_heads():
+    wb = workbench("DeepSeek-V3", lens=[300], policy="static", engine="eager")
+    svg = show(wb.plan()).to_svg()
+    assert "5 programs with keys" in svg and "Programs: per tile of heads." in svg
+    assert "multiprocessor" not in svg
+
+
+def test_a_merge_has_the_colour_of_its_request():
+    for theme in (style.LIGHT, style.DARK):
+        for request in (0, 1, 5):
+            figure = show(merge(bumpy(8), request=request)).figure(theme.name)
+            bars = {to_hex(p.get_facecolor()).upper() for ax in figure.axes for p in ax.patches if p.get_gid()}
+            assert bars == {style.ink_of(theme.request(request), theme).upper()}
+
+
+def test_a_merge_says_whose_it_is():
+    steps = replace(merge([1.0, 2.0], request=3), layer=18, head=4)
+    assert steps.title == "layer 18, head 4, request 3"
+    assert replace(steps, about="the whole text").title == "layer 18, head 4, the whole text"
+
+
 def test_of_many_requests_the_longest_keep_a_row_in_batch_order():
     (view,) = schedule_views(lane(Seed(), MANY))
     panel = Panel.of(view)
@@ -596,7 +654,10 @@ def test_plans_with_several_lanes_name_their_layers():
 
 def test_a_workbench_can_be_looked_at():
     wb = workbench("SmolLM2-135M", lens=[96, 40], policy="static", engine="eager")
-    assert show(wb).title == show(wb.plan()).title != ""
+    assert (
+        show(wb).title
+        == "Under static 8 the longest of 5 ranges holds 32 keys, 10× an even share of 132 multiprocessors"
+    )
     assert show(wb, wb.plan()).title.startswith("The longest range holds ")
     assert show(wb.plan()).title.startswith("Under static ")
     assert show(wb.plan().lane(0).splits).title == show(wb.plan().lane(0).splits.to_host()).title
@@ -619,6 +680,16 @@ def test_show_says_what_it_can_show():
         lse_merge(*[merge([0.0])] * 3)
 
 
+def test_options_go_to_the_kind_of_picture():
+    wb = workbench("SmolLM2-135M", lens=[300], policy="static", engine="eager")
+    view, stages = wb.scores(18, request=0), wb.stages(18, request=0, head=2)
+    assert show(view, zoom=100, theme="dark").title == attention(view, zoom=100).title != show(view).title
+    assert show(view, pool="split").to_svg() == attention(view, pool="split").to_svg() != show(view).to_svg()
+    assert show(stages, zoom=100).to_svg() != show(stages).to_svg()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'zoom'"):
+        show(wb, zoom=3)
+
+
 def test_a_notebook_may_register_a_type_and_run_its_cell_again():
     for words in ("first", "second"):
 
@@ -634,8 +705,11 @@ def test_a_notebook_may_register_a_type_and_run_its_cell_again():
 
 
 @pytest.mark.parametrize("name", ["compared", "merge of 8"])
-def test_redraw_time_is_reported(name, record_property):
-    picture, start = PICTURES[name](), time.perf_counter()
+def test_a_picture_is_redrawn_in_no_time(name, record_property):
+    """CPU time, so that a busy machine does not matter; the bound is several times what it takes."""
+    picture, start = PICTURES[name](), time.process_time()
     picture.to_png()
-    record_property("redraw_seconds", round(time.perf_counter() - start, 3))
+    seconds = time.process_time() - start
+    record_property("redraw_seconds", round(seconds, 3))
     record_property("svg_bytes", len(svg_of(name).encode()))
+    assert seconds < 3.0

@@ -9,6 +9,7 @@ import re
 import time
 import xml.etree.ElementTree as ElementTree
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from attnlab.plots.picture import Picture
 from attnlab.plots.show import show
 from attnlab.plots.stage_facts import columns_of, score_limit, stated
 from attnlab.plots.stages import rows_of, stages
-from attnlab.trace import STAGES, Trace
+from attnlab.trace import STAGES, CallTrace, Trace
 from tests.test_plots import digits, faults
 from tests.tolerances import OUTPUT
 
@@ -87,6 +88,13 @@ def drawn(
         ranges=tuple((a, min(keys, a + step)) for a in range(0, keys, step)),
         tokens=tuple(words[i % len(words)] for i in range(keys)) if tokens else (),
     )
+
+
+def paged(heads: int, kv_heads: int, keys: int) -> ScoreView:
+    """Return the same, as recorded by page."""
+    view = drawn(heads, kv_heads, keys, page=16)
+    sums = np.add.reduceat(view.weights.numpy(), range(0, keys, 16), axis=1)
+    return dataclasses.replace(view, weights=torch.from_numpy(sums), pool="page")
 
 
 def weighing(rows: list[list[float]]) -> ScoreView:
@@ -151,6 +159,10 @@ PICTURES = {
     "enlarged elsewhere": lambda: attention(scores(0), zoom=1000),
     "enlarged at the start": lambda: attention(scores(), zoom=0),
     "by split": lambda: attention(scores(), pool="split"),
+    "recorded by page": lambda: show(wished()),
+    "recorded by split": lambda: show(wished(pool="split").call(18)),
+    "pages of 131,072 keys": lambda: show(paged(32, 8, 131_072)),
+    "a page": lambda: show(paged(2, 1, 9)),
     "by key": lambda: attention(scores(18, 2), pool="key"),
     "no key": lambda: show(drawn(9, 3, 0)),
     "one key": lambda: show(drawn(9, 3, 1, tokens=True)),
@@ -240,6 +252,13 @@ def test_a_cap_is_a_stage_of_its_own():
     assert [row.name for row in rows_of(view, columns_of(view, None))] == ["scaled score", "capped", "masked", "weight"]
 
 
+def test_a_head_stands_on_its_own_kv_head():
+    spec = attnlab.AttentionSpec(heads=8, kv_heads=2, qk_dim=16, v_dim=16, scale=0.25)
+    model = attnlab.ModelSpec.uniform(spec, layers=1, context_len=64, page_size=1, kv_dtype=torch.float32)
+    wb = attnlab.workbench(model, lens=[30], policy="seed", engine="eager")
+    assert [wb.stages(0, request=0, head=head).kv_head for head in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
 def test_heads_are_put_in_order():
     wb = attnlab.workbench("SmolLM2-135M", lens=[20], policy="seed", engine="eager")
     order = (8, 0, 3, 1, 2, 4, 5, 6, 7)
@@ -301,10 +320,83 @@ def test_texts_may_go_on_after_the_query():
 def test_a_recorded_call_can_be_shown():
     assert show(trace().call(18)).title == show(ScoreView.of_call(trace().call(18), request=0)).title
     assert "of request 1: " in show(wished(pool="key", requests=(1,)).call(18)).alt
-    with pytest.raises(ValueError, match="in bins of up to 16 keys"):
-        show(wished(requests=(0,)).call(18))
+    with pytest.raises(ValueError, match="in bins of up to 16 keys, by max; those do not add up"):
+        show(wished(requests=(0,), reduce="max").call(18))
     with pytest.raises(ValueError, match="has recorded nothing, not weights"):
         show(Trace(calls=[dataclasses.replace(trace().call(18), scores=())]).call(18))
+
+
+def test_a_recording_is_its_first_call_with_weights():
+    made = trace()
+    bare = Trace(calls=[dataclasses.replace(made.calls[0], scores=()), *made.calls], tokens=made.tokens)
+    assert show(bare).to_svg() == show(made.call(0)).to_svg() == show(scores(0)).to_svg()
+    assert show(made, zoom=100).title == attention(scores(0), zoom=100).title
+    with pytest.raises(ValueError, match="no call has weights to show; record with scores=True"):
+        show(Trace(calls=[dataclasses.replace(made.calls[0], scores=())]))
+
+
+def test_a_call_of_a_recording_has_its_texts():
+    assert "“·the” at position 2,047" in show(trace().call(18)).alt
+    assert "The query is at position 2,047" in show(trace().calls[0]).alt
+
+
+@pytest.mark.parametrize("pool", ["page", "split"])
+def test_pooled_weights_are_shown_by_bin(pool):
+    call = wished(pool=pool).call(18)
+    view, whole = ScoreView.of_call(call, request=0, by_key=False), ScoreView.of_call(fine_call(), request=0)
+    assert (view.pool, view.keys, view.query) == (pool, 300, 299)
+    assert view.edges[:2] == ((0, 16) if pool == "page" else (0, view.ranges[0][1]))
+    first = view.edges[1]
+    torch.testing.assert_close(view.share(0, first), whole.share(0, first), **OUTPUT[torch.float32])
+    torch.testing.assert_close(view.share(0, 300), whole.share(0, 300), **OUTPUT[torch.float32])
+    picture = show(call)
+    low, high, start, end, of = digits(picture.title.split("layer 18")[1])
+    shares = whole.share(int(start), int(end) + 1)
+    assert (low, high) == pytest.approx([100 * float(x) for x in shares.aminmax()], abs=0.5)
+    assert of == 300 and all(shares.sum() >= whole.share(a, b).sum() for a, b in pairwise(view.edges))
+    assert f"All 300 keys, recorded as sums by {pool}; one cell is a {pool}" in picture.to_svg()
+    assert "<title>q3 (KV 1): keys " in picture.to_svg()
+    for option, said in (({"zoom": 3}, "none is known of a key alone"), ({"pool": "key"}, f"recorded by {pool}, got")):
+        with pytest.raises(ValueError, match=said):
+            show(call, **option)
+
+
+def fine_call() -> CallTrace:
+    return wished(pool="key").call(18)
+
+
+def test_a_view_knows_positions_from_places_in_its_list():
+    """A window's list begins at a later token than 0."""
+    moved = dataclasses.replace(fine_call(), start=(7, 0), q_pos=(306, 39))
+    words = tuple(f"w{i}" for i in range(400))
+    view = ScoreView.of_call(moved, request=0, tokens=words)
+    assert (view.query, view.own, view.tokens) == (306, 299, words[7:307])
+    assert "The query is “w306” at position 306 of request 0" in show(view).alt
+    moved = dataclasses.replace(trace().calls[0], start=(7, 0, 0), q_pos=(2054, 39, 299))
+    head = StageView.of_call(moved, request=0, head=0)
+    assert (head.query, head.own) == (2054, 2047)
+
+
+def test_keys_of_a_window_are_called_by_their_positions():
+    """A layer that sees 64 of 300 keys: the list begins at 236."""
+    spec = attnlab.AttentionSpec(heads=4, kv_heads=2, qk_dim=16, v_dim=16, scale=0.25, window=64)
+    model = attnlab.ModelSpec.uniform(spec, layers=1, context_len=512, page_size=1, kv_dtype=torch.float32)
+    wb = attnlab.workbench(model, lens=[300], policy="seed", engine="eager")
+    view, head = wb.scores(0, request=0), wb.stages(0, request=0, head=3)
+    assert (
+        (view.start, view.query, view.keys, view.own)
+        == (236, 299, 64, 63)
+        == (head.start, head.query, head.keys, head.own)
+    )
+    svg = show(view).to_svg()
+    assert "token 236" in show(view).alt and "token 0" not in svg + show(view).alt and ">256</text>" in svg
+    assert "<title>key 299: " in svg and "<title>key 299: " in show(head).to_svg()
+    assert show(view, zoom=240).alt.endswith("on keys 240 to 287.") and show(head, zoom=240)
+    for x in (view, head):
+        with pytest.raises(ValueError, match="zoom: expected a key, 236 to 299, .* got 3"):
+            show(x, zoom=3)
+    torch.testing.assert_close(view.weights.sum(1), torch.ones(4), **OUTPUT[torch.float32])
+    assert not faults(show(view).figure()) and not faults(show(head).figure())
 
 
 # ---------------------------------------------------------------- titles are true
@@ -324,7 +416,11 @@ def test_the_title_of_attention_is_true(layer, zoom):
         assert near.min() >= 0.8 and least <= 100 * near.min() < least + 1
     else:
         beyond = 100 * (view.weights.double().sum(1) - near)
-        assert near.min() < 0.8 and digits(title)[-3 if start else -2 :]
+        assert near.min() < 0.8
+        if low := re.search(r"([\d.]+) to [\d.]+% of a head", title):
+            assert float(low[1]) == pytest.approx(float(beyond.min()), abs=0.5)
+        else:
+            assert "up to" in title and beyond.min() < 0.05
         high = float(re.search(r"([\d.]+)% of a head", title)[1])
         assert high == pytest.approx(float(beyond.max()), abs=0.5)
 
@@ -698,8 +794,11 @@ def test_pictures_show_one_thing_each():
 
 
 @pytest.mark.parametrize("name", ["sink layer", "128 heads, 8 KV heads", "stages", "pool", "pool of 4,096 pages"])
-def test_redraw_time_is_reported(name, record_property):
-    picture, start = PICTURES[name](), time.perf_counter()
+def test_a_picture_is_redrawn_in_no_time(name, record_property):
+    """CPU time, so that a busy machine does not matter; the bound is several times what it takes."""
+    picture, start = PICTURES[name](), time.process_time()
     picture.to_svg()
-    record_property("redraw_seconds", round(time.perf_counter() - start, 3))
+    seconds = time.process_time() - start
+    record_property("redraw_seconds", round(seconds, 3))
     record_property("svg_bytes", len(svg_of(name).encode()))
+    assert seconds < 3.0

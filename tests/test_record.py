@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 import attnlab
+from attnlab.inspect import bins
 from attnlab.inspect.record import Scores, record
-from attnlab.trace import STAGES, Trace
-from tests.cases import CASES, ENGINES, FP8, Case, Stand
+from attnlab.plan.workspace import Partials
+from attnlab.trace import _PLAIN, _SCORE_PLAIN, REDUCTIONS, STAGES, CallTrace, Trace
+from tests.cases import CASES, ENGINES, FP8, MODIFY, Case, Stand
 from tests.tolerances import LSE, OUTPUT
 
 TOY = CASES[0]
@@ -59,6 +64,16 @@ def test_the_weights_of_a_layer_without_sinks_sum_to_one(engine: str, device: st
         torch.testing.assert_close(weights.sum(0), torch.ones(8), **OUTPUT[torch.float32])
 
 
+def piped(stand: Stand, request: int, raw: torch.Tensor) -> torch.Tensor:
+    """Run dot products `[heads, keys]` through the case's pipeline, in fp64 and by the oracle's own modifiers."""
+    case, q_pos = stand.case, raw.shape[1] - 1
+    scores = case.softcap * torch.tanh(raw * stand.spec.scale / case.softcap)
+    if q_pos > case.temperature_len:
+        scores = scores * (math.log2(q_pos) / math.log2(case.temperature_len))
+    modify, keys = MODIFY[case.mod](request, stand.aux.cpu()), torch.arange(raw.shape[1])
+    return torch.stack([modify(row, q_pos, keys, head) for head, row in enumerate(scores)])
+
+
 @engines
 def test_every_stage_is_what_its_name_says(engine: str, device: str) -> None:
     case = next(case for case in CASES if case.id == "everything")
@@ -69,10 +84,75 @@ def test_every_stage_is_what_its_name_says(engine: str, device: str) -> None:
     raw = torch.einsum("hd,nhd->hn", stand.q[2].cpu().double(), k)
     torch.testing.assert_close(stages["raw"].double(), raw, **OUTPUT[torch.float32])
     torch.testing.assert_close(stages["scaled"].double(), raw * stand.spec.scale, **OUTPUT[torch.float32])
-    assert not torch.allclose(stages["capped"], stages["scaled"])
+    torch.testing.assert_close(stages["capped"].double(), piped(stand, 2, raw), **OUTPUT[torch.float32])
     assert torch.equal(stages["masked"], stages["capped"])
     sunk = torch.logaddexp(stages["masked"].logsumexp(-1), stand.sinks.cpu())
     torch.testing.assert_close(stages["weights"], torch.exp(stages["masked"] - sunk[:, None]), **OUTPUT[torch.float32])
+
+
+@engines
+def test_a_head_whose_every_key_is_hidden_has_no_weights(engine: str, device: str) -> None:
+    stand = Stand(TOY.but(mod="relative_bias", lens=(12, 80), policy="static"), engine, device)
+    stand.aux[:] = float("-inf")  # hides the last 16 keys: all of request 0, of request 1 a whole range
+    out, trace = recorded(stand, scores=Scores(pool="key"))
+    hidden, seen = trace.call(1).scores
+    assert not hidden.values.any() and not trace.call(1).weights[0].any() and not out[0].any()
+    torch.testing.assert_close(seen.values.sum(-1), torch.ones(8), **OUTPUT[torch.float32])
+    assert torch.equal(seen.values[:, -16:], torch.zeros(8, 16))
+    torch.testing.assert_close(trace.call(1).weights[1].sum(0), torch.ones(8), **OUTPUT[torch.float32])
+
+
+def test_scores_are_scaled_in_the_order_of_the_decode() -> None:
+    """Dot products that fp32 cannot hold, whose scaled scores it can."""
+    stand = Stand(TOY.but(scale=1e-37), "eager", "cpu")
+    stand.q *= 1e20
+    for layer in range(2):
+        stand.pool.view(layer).k.mul_(1e19)
+    call = recorded(stand, scores=Scores(stages=("masked",), pool="key"))[1].call(1)
+    for score in call.scores:
+        assert score.values.isfinite().all()
+        torch.testing.assert_close(score.values.logsumexp(-1), call.lse[score.request], **LSE)
+
+
+@pytest.mark.parametrize(("case", "launches"), [("toy", 2), ("softcap", 3), ("everything", 3)])
+def test_stages_of_one_pipeline_are_computed_once(case: str, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(next(c for c in CASES if c.id == case), *ENGINES[0])
+    asked: list[object] = []
+    scores = stand.backend.engine.scores
+    monkeypatch.setattr(stand.backend.engine, "scores", lambda *a, **k: asked.append(a) or scores(*a, **k))
+    recorded(stand, scores=Scores(stages=STAGES, requests=(2,)))
+    assert len(asked) == launches
+
+
+def test_outputs_that_nobody_wants_are_not_normalised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Partials, "output", property(lambda partials: pytest.fail("normalised")))
+    _, trace = recorded(Stand(TOY, *ENGINES[0]), partials=False)
+    assert trace.call(1).partial_out == () and trace.call(1).lse.isfinite().all()
+
+
+def test_a_call_knows_its_pipeline_and_where_keys_and_queries_stand() -> None:
+    case = next(case for case in CASES if case.id == "everything")
+    call = recorded(Stand(case, *ENGINES[0]))[1].call(1)
+    assert (call.softcap, call.temperature_len, call.mod, call.has_sinks) == (5.0, 32, "relative_bias", True)
+    assert call.start == (0,) * 4 and call.q_pos == tuple(n - 1 for n in case.lens)
+    plain = recorded(Stand(TOY.but(lens=(3, 0)), *ENGINES[0]))[1].call(1)
+    assert (plain.softcap, plain.temperature_len, plain.mod, plain.has_sinks) == (None, None, None, False)
+    assert plain.q_pos == (2, -1)
+
+
+def test_times_are_kept_with_the_segments_that_they_are_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With an engine that says it has a clock, but whose programs note nothing."""
+    stand = Stand(TOY.but(heads=40), "eager", "cpu")
+    monkeypatch.setattr(stand.backend.engine, "check_times", lambda: None)
+    plan = stand.plan()
+    with record(stand.backend, times=True) as trace:
+        stand.run(plan)
+    schedule = plan.lanes[0].schedule
+    assert torch.equal(trace.calls[0].segments, schedule.segments) and trace.calls[0].segments.dtype == torch.int32
+    assert torch.equal(trace.calls[0].times, torch.zeros(schedule.segments.shape[0], 2, 3, dtype=torch.int64))
+    trace.save(tmp_path / "t")
+    again = Trace.load(tmp_path / "t").calls[0]
+    assert torch.equal(again.segments, schedule.segments) and torch.equal(again.times, trace.calls[0].times)
 
 
 @engines
@@ -89,18 +169,19 @@ def test_partials_are_those_of_every_split(engine: str, device: str) -> None:
     out, lse = stand.run()
     for r, length in enumerate((300, 0, 40)):
         assert call.partial_out[r].shape == (len(call.ranges[r]), 40, 32)
-        merged = torch.einsum("sh,shd->hd", call.weights[r], call.partial_out[r])
+        merged = torch.einsum("sh,shd->hd", torch.exp(call.partial_lse[r] - lse[r].cpu()), call.partial_out[r])
         if length:
             torch.testing.assert_close(merged, out[r].cpu(), **OUTPUT[torch.float32])
             torch.testing.assert_close(call.lse[r], lse[r].cpu(), **LSE)
+            torch.testing.assert_close(call.weights[r], torch.exp(call.partial_lse[r] - lse[r].cpu()), **LSE)
 
 
-@pytest.mark.parametrize("reduce", ["max", "sum", "logsumexp"])
+@pytest.mark.parametrize(("stage", "reduce"), [(stage, reduce) for stage in STAGES for reduce in REDUCTIONS[stage]])
 @pytest.mark.parametrize("pool", ["page", "split"])
-def test_pooling_is_that_of_the_keys_one_by_one(pool: str, reduce: str) -> None:
+def test_pooling_is_that_of_the_keys_one_by_one(pool: str, stage: str, reduce: str) -> None:
     stand = Stand(TOY.but(page_size=4, policy="static", lens=(70, 0, 9)), *ENGINES[0])
-    fine = recorded(stand, scores=Scores(stages=("scaled",), pool="key"))[1].call(1)
-    call = recorded(stand, scores=Scores(stages=("scaled",), pool=pool, reduce=reduce, heads=(5, 1)))[1].call(1)
+    fine = recorded(stand, scores=Scores(stages=(stage,), pool="key"))[1].call(1)
+    call = recorded(stand, scores=Scores(stages=(stage,), pool=pool, reduce=reduce, heads=[5, 1]))[1].call(1)
     of = {"max": torch.amax, "sum": torch.sum, "logsumexp": torch.logsumexp}[reduce]
     for keys, score in zip(fine.scores, call.scores, strict=True):
         assert score.values.shape == (2, len(score.edges) - 1) and score.heads == (5, 1)
@@ -110,6 +191,21 @@ def test_pooling_is_that_of_the_keys_one_by_one(pool: str, reduce: str) -> None:
         assert call.scores[0].edges == (*range(0, 70, 4), 70)
     else:
         assert call.scores[0].edges == (0, 32, 64, 70)
+
+
+@pytest.mark.parametrize("edges", [(0, 16, 32, 40), (0, 7, 8, 30, 40), (0, 40), (0,)])
+def test_bins_of_one_width_are_reduced_at_once_to_the_same_bits(edges: tuple[int, ...]) -> None:
+    values = torch.randn(3, edges[-1])
+    for name, reduce in bins._REDUCE.items():
+        alone = [reduce(values[:, a:b]) for a, b in pairwise(edges)]
+        assert torch.equal(bins.pooled(values, edges, name), torch.stack(alone, -1) if alone else values)
+
+
+def test_pooling_takes_as_many_steps_as_there_are_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    monkeypatch.setitem(bins._REDUCE, "sum", lambda x: steps.append(x.shape[1]) or x.sum(-1))
+    bins.pooled(torch.randn(2, 4090), (*range(0, 4090, 16), 4090), "sum")
+    assert steps == [255, 1]
 
 
 def test_long_requests_are_pooled_by_page_unless_asked_otherwise() -> None:
@@ -124,8 +220,32 @@ def test_a_budget_leaves_out_and_says_what() -> None:
     _, trace = recorded(stand, scores=True, budget_bytes=whole.bytes - 1)
     assert trace.bytes < whole.bytes and len(trace.left_out) == 1
     assert "call 0, layer 1: weights of request 3" in trace.left_out[0] and "the budget is" in trace.left_out[0]
-    _, tiny = recorded(stand, scores=True, budget_bytes=1)
-    assert tiny.call(1).partial_out == () and tiny.call(1).scores == () and len(tiny.left_out) == 7
+
+
+@pytest.mark.parametrize("budget", [1, 127, 128, 1000, 20_000, 40_000])
+def test_a_budget_is_held(budget: int) -> None:
+    stand = Stand(TOY, *ENGINES[0])
+    with record(stand.backend, scores=Scores(stages=STAGES), budget_bytes=budget) as trace:
+        for _ in range(3):
+            stand.run()
+    assert trace.bytes <= budget
+    assert bool(trace.calls) == (budget >= 128) and trace.left_out
+
+
+def test_where_not_even_log_sum_exps_fit_no_call_is_kept_and_that_is_said_once() -> None:
+    stand = Stand(TOY, *ENGINES[0])
+    with record(stand.backend, scores=True, budget_bytes=1) as trace:
+        stand.run()
+        stand.run()
+    assert trace.calls == []
+    assert trace.left_out == ["call 0, layer 1: everything, and all later calls (128 bytes; the budget is 1)"]
+
+
+def test_what_is_kept_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Summing the calls so far for every part of the next would be quadratic."""
+    monkeypatch.setattr(CallTrace, "bytes", property(lambda call: pytest.fail("summed again")))
+    _, trace = recorded(Stand(TOY, *ENGINES[0]), scores=Scores(stages=STAGES))
+    assert len(trace.calls) == 1
 
 
 def test_only_the_chosen_layers_are_recorded() -> None:
@@ -143,15 +263,24 @@ def test_bad_wishes_are_refused_before_anything_runs() -> None:
     for wish, message in (
         ({"budget_bytes": 0}, "budget_bytes: expected at least 1, got 0"),
         ({"layers": [9]}, "layer: model 'uniform' has attention in layers 0, 1, got 9"),
+        ({"layers": 18}, "layers: expected a list of numbers, got 18"),
+        ({"layers": "18"}, "layers: expected a list of numbers, got '18'"),
+        ({"scores": "weights"}, "scores: expected a Scores, True or False, got 'weights'"),
+        ({"scores": 1}, "scores: expected a Scores, True or False, got 1"),
     ):
-        with pytest.raises(ValueError, match=message), record(stand.backend, **wish):
+        with pytest.raises((TypeError, ValueError), match=message), record(stand.backend, **wish):
             raise AssertionError("the block must not be entered")
     for wish, message in (
         ({"stages": ("hot",)}, "stages: expected one of raw, scaled, capped, masked, weights, got 'hot'"),
         ({"pool": "word"}, "pool: expected one of key, page, split, got 'word'"),
-        ({"reduce": "mean"}, "reduce: expected one of max, sum, logsumexp, got 'mean'"),
+        ({"reduce": "mean"}, r"reduce \(weights\): expected one of sum, max, got 'mean'"),
+        ({"reduce": "logsumexp"}, r"reduce \(weights\): expected one of sum, max, got 'logsumexp'"),
+        ({"reduce": "sum", "stages": STAGES}, r"reduce \(raw\): expected one of max, logsumexp, got 'sum'"),
+        ({"stages": "weights"}, r"stages: expected a list of stages, such as \('weights',\), got 'weights'"),
+        ({"heads": 3}, "heads: expected a list of numbers, got 3"),
+        ({"requests": ["0"]}, r"requests: expected a list of numbers, got \['0'\]"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             Scores(**wish)
     assert stand.backend.tracer is None
 
@@ -186,12 +315,14 @@ def test_times_tell_when_every_program_ran() -> None:
     stand = Stand(TOY.but(lens=(300, 0, 40), policy="static", heads=40), "triton", "cuda")
     plain = stand.run()[0]
     out, trace = recorded(stand, times=True)
-    times = trace.call(1).times
+    times, segments = trace.call(1).times, trace.call(1).segments
     assert torch.equal(out, plain)
-    ran = times[times[:, 1] > 0]
+    assert bool(((times[..., 1] > 0) == (segments[:, 2] < segments[:, 3])[:, None]).all())
+    ran = times[times[..., 1] > 0]
     used = sum(len(mine) for mine in trace.call(1).ranges)
     assert len(ran) == used * 2 * 2  # KV heads and head tiles
-    assert bool((ran[:, 2] >= ran[:, 1]).all()) and int(ran[:, 0].max()) < 132
+    there = torch.cuda.get_device_properties("cuda").multi_processor_count
+    assert bool((ran[:, 2] >= ran[:, 1]).all()) and len(ran[:, 0].unique()) > 1 and int(ran[:, 0].max()) < there
     assert int(ran[:, 2].max() - ran[:, 1].min()) < 10_000_000
 
 
@@ -219,7 +350,9 @@ def test_a_saved_trace_is_read_back_whole(saved: tuple[Trace, Path]) -> None:
     again = Trace.load(path)
     assert (again.tokens, again.left_out, again.bytes) == (trace.tokens, trace.left_out, trace.bytes)
     for a, b in zip(trace.calls, again.calls, strict=True):
-        assert (a.ranges, a.nominal, a.policy, a.scale, a.lens) == (b.ranges, b.nominal, b.policy, b.scale, b.lens)
+        assert all(getattr(a, name) == getattr(b, name) for name in _PLAIN)
+        pairs = zip(a.scores, b.scores, strict=True)
+        assert all(getattr(x, name) == getattr(y, name) for x, y in pairs for name in _SCORE_PLAIN)
         pairs = zip(a._tensors(), b._tensors(), strict=True)
         assert all(name == other and torch.equal(x, y) for (name, x), (other, y) in pairs)
 
@@ -240,7 +373,7 @@ def test_a_hostile_file_is_no_trace(tmp_path: Path, saved: tuple[Trace, Path]) -
     save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(ValueError, match="no trace of attnlab's"):
         Trace.load(path)
-    for header in ("[]", "{}", "not json", json.dumps({"format": 2}), json.dumps({"format": 1, "calls": [{}]})):
+    for header in ("[]", "{}", "not json", json.dumps({"format": 1}), json.dumps({"format": 2, "calls": [{}]})):
         save_file({"x": torch.zeros(1)}, path, metadata={"attnlab_trace": header})
         with pytest.raises(ValueError, match="is damaged, or disagrees with its tensors"):
             Trace.load(path)
@@ -249,10 +382,73 @@ def test_a_hostile_file_is_no_trace(tmp_path: Path, saved: tuple[Trace, Path]) -
         Trace.load(path)
 
 
+def changed(path: Path, place: tuple[object, ...], value: object) -> None:
+    """Put another value into a saved trace's header."""
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        document = json.loads(file.metadata()["attnlab_trace"])
+    *way, last = place
+    inner = document
+    for step in way:
+        inner = inner[step]
+    inner[last] = value
+    save_file(tensors, path, metadata={"attnlab_trace": json.dumps(document)})
+
+
+CALL, SCORE = ("calls", 0), ("calls", 0, "scores", 0)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ((*CALL, "heads"), "8", "heads: expected an int, got '8'"),
+        ((*CALL, "heads"), 6, r"lse: expected \[4, 6\]"),
+        ((*CALL, "kv_heads"), 3, "heads: 8 are no multiple of 3 KV heads"),
+        ((*CALL, "kv_heads"), 0, "kv_heads: expected at least 1"),
+        ((*CALL, "page_size"), -1, "page_size: expected at least 1"),
+        ((*CALL, "scale"), "1", "scale: expected a Python number"),
+        ((*CALL, "scale"), float("nan"), "scale: expected a number"),
+        ((*CALL, "ranges", 0), [[0, 3], [2, 5]], "overlaps the one before"),
+        ((*CALL, "ranges", 0), [[1, 5]], "leaves a gap"),
+        ((*CALL, "ranges"), 7, "not iterable"),
+        ((*CALL, "nominal"), [1], "nominal: expected a number for each of 4 requests, got 1"),
+        ((*CALL, "start"), [0.5] * 4, "cannot be interpreted as an integer"),
+        ((*CALL, "q_pos"), [], "q_pos: expected a number for each of 4 requests, got 0"),
+        ((*CALL, "partials"), [1, 0], "partial_lse: expected those of 4 requests or none, got 1"),
+        ((*CALL, "times"), True, "0.segments"),
+        ((*SCORE, "stage"), "hot", "stage: expected one of raw"),
+        ((*SCORE, "reduce"), "sum", r"reduce \(scaled\): expected one of max, logsumexp"),
+        ((*SCORE, "request"), 4, "request: expected 0 to 3, got 4"),
+        ((*SCORE, "heads"), [8] * 8, "heads: expected 0 to 7"),
+        ((*SCORE, "edges"), [0, 1, 1, 2, 3, 5], "edges: expected 0, then rising key numbers"),
+        ((*SCORE, "edges"), [0, 1, 2, 3, 4, 6], "edges: expected the 5 keys of a request, got 6"),
+        ((*SCORE, "edges"), [], "edges: expected 0, then"),
+    ],
+)
+def test_a_header_that_cannot_be_true_is_damaged(
+    saved: tuple[Trace, Path], place: tuple[object, ...], value: object, message: str
+) -> None:
+    _, path = saved
+    changed(path, place, value)
+    with pytest.raises(ValueError, match=f"is damaged, or disagrees with its tensors .*{message}"):
+        Trace.load(path)
+
+
+@pytest.mark.parametrize("name", ["0.lse", "0.partial_lse.0", "0.partial_out.1", "0.scores.0"])
+def test_tensors_of_another_dtype_are_damaged(saved: tuple[Trace, Path], name: str) -> None:
+    _, path = saved
+    with safe_open(path, framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    save_file({**tensors, name: tensors[name].double()}, path, metadata=metadata)
+    with pytest.raises(ValueError, match="is damaged, .* float32, got .* float64"):
+        Trace.load(path)
+
+
 def test_a_header_that_disagrees_with_its_tensors_is_damaged(saved: tuple[Trace, Path]) -> None:
     trace, path = saved
     call = trace.calls[0]
     object.__setattr__(call, "lse", call.lse[:, :3])
     trace.save(path)
-    with pytest.raises(ValueError, match=r"0.lse: expected \[4, 8\], got \[4, 3\]"):
+    with pytest.raises(ValueError, match=r"lse: expected \[4, 8\] float32, got \[4, 3\]"):
         Trace.load(path)

@@ -26,8 +26,8 @@ def decode_scores(call: DecodeCall, spec: AttentionSpec, *, requests: Tensor, ma
     slots = layout.index.slots[(indptr[req][:, None] + within).clamp(max=layout.index.slots.shape[0] - 1)]
     heads = torch.arange(spec.kv_heads, device=q.device)[:, None]
     k = view.rows(view.k, slots[:, None], heads).float()  # (rows, kv_heads, keys, qk_dim)
-    queries = q[req].float().unflatten(1, (spec.kv_heads, spec.group))
-    scores = queries @ k.mT * (spec.scale * view.k_scale)  # (rows, kv_heads, group, keys)
+    queries = q[req].float().unflatten(1, (spec.kv_heads, spec.group)) * (spec.scale * view.k_scale)
+    scores = queries @ k.mT  # (rows, kv_heads, group, keys), scaled in the decode's order
     head = heads * spec.group + torch.arange(spec.group, device=q.device)
     scores = modify_scores(
         scores.flatten(0, 1),

@@ -73,7 +73,7 @@ class Explorer(ABC):
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Set several controls, and draw once for all of them afterwards."""
+        """Set controls inside without a picture for each: whoever holds them draws afterwards."""
         self._quiet = True
         try:
             yield
@@ -87,11 +87,15 @@ class Explorer(ABC):
         self._canvas.value = _PICTURE.format(svg=self.picture.to_svg())
         self._text.value = _WORDS.format(words=escape(self.words))
 
+    def _changed(self, change: Any) -> None:
+        """Do what a changed control asks for; what this raises is said, and the picture stays."""
+        self._redraw()
+
     def _on_change(self, change: Any) -> None:
         if self._quiet:
             return
         try:
-            self._redraw()
+            self._changed(change)
         except Exception as error:
             # A policy from a notebook may raise anything, and what a call-back raises is shown to nobody.
             trouble = _TROUBLE.format(kind=type(error).__name__, message=escape(str(error)))
@@ -109,8 +113,9 @@ def dropdown(label: str, options: Sequence[Option], value: Any, *, width: str) -
 
 
 def slider(label: str, options: Sequence[Option], value: Any, *, width: str) -> Any:
-    """Return a slider over some values."""
-    return widgets.SelectionSlider(description=label, options=options, value=value, **_narrow(width))
+    """Return a slider over some values; the picture waits until it is let go."""
+    look = _narrow(width)
+    return widgets.SelectionSlider(description=label, options=options, value=value, continuous_update=False, **look)
 
 
 def steps(around: int, *, least: int, most: int) -> list[Option]:

@@ -54,9 +54,9 @@ class MergeExplorer(Explorer):
         merged = MergeSteps.of(
             backend.partials(layer, plan),
             plan.lane(layer),
+            layer=layer,
             request=request,
             head=head,
-            title=f"layer {layer}, head {head}, request {request}",
         )
         return show(merged, theme=state["theme"]), _words(merged, state["splits"])
 

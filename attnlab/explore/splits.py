@@ -12,7 +12,6 @@ from attnlab.checks import one_of, positive, require
 from attnlab.explore.explorer import Explorer, Option, dropdown, slider, steps, themed
 from attnlab.inspect.traffic import draw_decode_lens, trace_names
 from attnlab.inspect.workbench import H200_MULTIPROCESSORS
-from attnlab.plan import policies  # noqa: F401  (registers the policies)
 from attnlab.plan.policy import HostPolicy, SplitContext, SplitPolicy, resolve_policy, split_policies
 from attnlab.plots.picture import Picture
 from attnlab.plots.schedule_view import ScheduleView, cut_view
@@ -53,11 +52,11 @@ class SplitsExplorer(Explorer):
             }
         )
 
-    def _on_change(self, change: Any) -> None:
+    def _changed(self, change: Any) -> None:
         if change.owner is self.controls["policy"]:
             with self._held():
                 _offer(self.controls["parameter"], change.new)
-        super()._on_change(change)
+        super()._changed(change)
 
     def _arguments(self) -> dict[str, Any]:
         policy = self.controls["policy"].value

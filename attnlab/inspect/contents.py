@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from attnlab.checks import require
 from attnlab.inspect.samples import MODEL, LayerSample, Sample, random_layer
 from attnlab.spec import LayerSpec, ModelSpec
@@ -26,8 +28,13 @@ def layer_contents(model: ModelSpec, layer: LayerSpec, lens: Sequence[int], *, s
         return [_cut(sample, *_span(sample, length, request)) for request, length in enumerate(lens)]
     a = layer.attention
     shape = {"heads": a.heads, "kv_heads": a.kv_heads, "qk_dim": a.qk_dim, "v_dim": a.v_dim}
-    seeds = [seed + 1000 * layer.index + request for request in range(len(lens))]
+    seeds = [seed_of(seed, layer.index, request) for request in range(len(lens))]
     return [random_layer(tokens=n, queries=min(n, 1), seed=s, **shape) for n, s in zip(lens, seeds, strict=True)]
+
+
+def seed_of(seed: int, *which: int) -> int:
+    """Return the seed of one layer's or request's numbers; no two of them share theirs, nor with another `seed`."""
+    return int(np.random.SeedSequence(seed, spawn_key=which).generate_state(1, np.uint64)[0])
 
 
 def token_texts(model: ModelSpec, lens: Sequence[int], request: int) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
-"""What a plan costs before anything runs: ranges, programs, waves, scratch."""
+"""What a plan costs before anything runs: ranges, programs, scratch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnlab.kernels.decode import HEAD_TILE
+from attnlab.kernels.decode import head_tiles
 from attnlab.plan.plans import Lane
 from attnlab.spec import AttentionSpec
 
@@ -14,8 +14,7 @@ class Footprint:
     """One layer's decode call under a plan.
 
     `asked` and `used` are ranges of the whole batch: what the policy named, and what holds keys after rounding.
-    `programs` have keys; `launched` includes those that return at once. `waves` is programs over multiprocessors:
-    below 1 some have nothing to do, and every started wave lasts as long as its longest program.
+    `programs` have keys; `launched` includes those that return at once.
     """
 
     policy: str
@@ -30,7 +29,7 @@ class Footprint:
     def of(cls, lane: Lane, spec: AttentionSpec, *, multiprocessors: int) -> Footprint:
         """Read a lane (waits for the device) and count."""
         splits = lane.splits.to_host()
-        tiles = -(-spec.group // HEAD_TILE)
+        tiles = head_tiles(spec.group)
         used = sum(splits.effective)
         return cls(
             policy=splits.policy,
@@ -43,6 +42,6 @@ class Footprint:
         )
 
     @property
-    def waves(self) -> float:
-        """Programs with keys per multiprocessor."""
+    def per_multiprocessor(self) -> float:
+        """Programs with keys per multiprocessor. Several fit one at a time; below 1 some have nothing to do."""
         return self.programs / self.multiprocessors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,39 +15,76 @@ from attnlab.plan.workspace import Partials
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RequestPartials:
+    """What a call left of one request, by query head, splits in key order. Numbers are made when they are asked for."""
+
+    rows: Partials
+    kv_heads: int
+
+    @classmethod
+    def of(cls, partials: Partials, request: int, *, owners: Sequence[int], kv_heads: int) -> RequestPartials:
+        """Look at a request's rows of the scratch; `owners` is the schedule's `merge_indptr`, on the host."""
+        mine = slice(owners[request * kv_heads], owners[(request + 1) * kv_heads])
+        rows = Partials(acc=partials.acc[mine], max=partials.max[mine], sum=partials.sum[mine])
+        return cls(rows=rows, kv_heads=kv_heads)
+
+    @property
+    def lse(self) -> Float[Tensor, "splits heads"]:
+        """Natural log-sum-exps."""
+        return self._by_head(self.rows.lse)
+
+    @property
+    def output(self) -> Float[Tensor, "splits heads v_dim"]:
+        """Normalised outputs."""
+        return self._by_head(self.rows.output)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        by_kv_head = x.unflatten(0, (self.kv_heads, x.shape[0] // self.kv_heads))
+        by_head: Tensor = by_kv_head.transpose(0, 1).flatten(1, 2)
+        return by_head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MergeSteps:
     """The partial results of one request and query head, in key order, fp64 on the CPU. Sinks are not part of it.
 
-    `lse` is each range's natural log-sum-exp, `outputs` its own softmax output; `title` says whose they are.
+    `lse` is each range's natural log-sum-exp, `outputs` its own softmax output. `about`, where given, stands for the
+    request in the title.
     """
 
-    title: str
+    layer: int
+    request: int
+    head: int
     ranges: tuple[tuple[int, int], ...]
     lse: Float[Tensor, " splits"]
     outputs: Float[Tensor, "splits v_dim"]
+    about: str = ""
 
     def __post_init__(self) -> None:
         require(len(self.ranges) > 0, f"merge: {self.title} has no keys, so there is nothing to merge")
 
     @classmethod
-    def of(cls, partials: Partials, lane: Lane, *, request: int, head: int, title: str) -> MergeSteps:
+    def of(cls, partials: Partials, lane: Lane, *, layer: int, request: int, head: int) -> MergeSteps:
         """Copy them out of the scratch of a decode call that has just run."""
-        kv_heads, group = lane.schedule.kv_heads, partials.max.shape[1]
-        reqs = lane.splits.reqs
+        kv_heads, reqs = lane.schedule.kv_heads, lane.splits.reqs
+        heads = kv_heads * partials.max.shape[1]
         require(0 <= request < reqs, f"request: the plan has requests 0 to {reqs - 1}, got {request}")
-        require(
-            0 <= head < kv_heads * group,
-            f"head: the layer has heads 0 to {kv_heads * group - 1}, got {head}",
-        )
-        owner = request * kv_heads + head // group
-        first, last = lane.schedule.merge_indptr[owner : owner + 2].tolist()
-        member = head % group
+        require(0 <= head < heads, f"head: the layer has heads 0 to {heads - 1}, got {head}")
+        owners = lane.schedule.merge_indptr.tolist()
+        mine = RequestPartials.of(partials, request, owners=owners, kv_heads=kv_heads)
         return cls(
-            title=title,
+            layer=layer,
+            request=request,
+            head=head,
             ranges=lane.splits.to_host().ranges[request],
-            lse=partials.lse[first:last, member].double().cpu(),
-            outputs=partials.output[first:last, member].double().cpu(),
+            lse=mine.lse[:, head].double().cpu(),
+            outputs=mine.output[:, head].double().cpu(),
         )
+
+    @property
+    def title(self) -> str:
+        """Whose they are."""
+        return f"layer {self.layer}, head {self.head}, {self.about or f'request {self.request}'}"
 
     @property
     def total_lse(self) -> float:

@@ -6,27 +6,29 @@ again right after the call, from the paged cache. Times alone are noted by the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnlab.backend import AttentionBackend
 from attnlab.checks import one_of, positive, require
-from attnlab.kernels.decode import HEAD_TILE
+from attnlab.inspect.bins import POOLS, Bins, Pool, pooled
+from attnlab.inspect.merge import RequestPartials
+from attnlab.kernels.decode import head_tiles
 from attnlab.plan.call import DecodeCall
 from attnlab.plan.plans import Lane
 from attnlab.plan.splits import HostSplits
+from attnlab.plan.workspace import FLOAT_BYTES
 from attnlab.spec import AttentionSpec
-from attnlab.trace import STAGES, CallTrace, ScoreTrace, Stage, Trace
+from attnlab.trace import REDUCTIONS, STAGES, CallTrace, Reduce, ScoreTrace, Stage, Trace, finite_or_zero
 
-BY_KEY_UP_TO = 256
-"""Requests of so many keys are recorded key by key unless a pooling is chosen; longer ones by page."""
-PAGE = 16
-"""Keys per page where the pool's own pages hold a single one."""
+BUDGET_BYTES = 256 << 20
+"""What a recording keeps at most, unless it is told otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,23 +37,28 @@ class Scores:
 
     `stages`: `raw` (the dot product), `scaled`, `capped` (with temperature and modifier, where the layer has them),
     `masked`, `weights` (what each key's value is multiplied with). `pool`: by `key`, `page` or `split`; None takes
-    keys up to 256 of them and pages beyond. `reduce` makes a bin one number: `max`, `sum` or `logsumexp`; None
-    takes the sum of weights and the maximum of scores.
+    keys up to 256 of them and pages beyond. `reduce` makes a bin one number: `max` or `logsumexp` of scores, `sum` or
+    `max` of weights; None takes the maximum of scores and the sum of weights.
     """
 
     stages: tuple[Stage, ...] = ("weights",)
     requests: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
-    pool: Literal["key", "page", "split"] | None = None
-    reduce: Literal["max", "sum", "logsumexp"] | None = None
+    pool: Pool | None = None
+    reduce: Reduce | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", _listed("stages", self.stages, "stages, such as ('weights',)"))
         for stage in self.stages:
             one_of("stages", stage, STAGES)
+            if self.reduce is not None:
+                one_of(f"reduce ({stage})", self.reduce, REDUCTIONS[stage])
+        for name in ("requests", "heads"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _numbers(name, value))
         if self.pool is not None:
-            one_of("pool", self.pool, ("key", "page", "split"))
-        if self.reduce is not None:
-            one_of("reduce", self.reduce, tuple(REDUCE))
+            one_of("pool", self.pool, POOLS)
 
 
 @contextmanager
@@ -62,7 +69,7 @@ def record(
     scores: Scores | bool = False,
     times: bool = False,
     layers: Sequence[int] | None = None,
-    budget_bytes: int = 256 << 20,
+    budget_bytes: int = BUDGET_BYTES,
 ) -> Iterator[Trace]:
     """Record the decode calls made inside the block; the trace fills as they happen.
 
@@ -78,7 +85,9 @@ def record(
     [torch.Size([9, 19]), torch.Size([9, 40])]
     """
     positive("budget_bytes", budget_bytes)
-    for layer in layers or ():
+    wanted = _wished(scores)
+    looked_at = None if layers is None else frozenset(_numbers("layers", layers))
+    for layer in looked_at or ():
         backend.model.layer(layer)
     require(
         backend.tracer is None,
@@ -86,7 +95,6 @@ def record(
         RuntimeError,
     )
     _refuse_capture()
-    wanted = Scores() if scores is True else scores or None
     if times:
         backend.engine.check_times()
     trace = Trace()
@@ -96,8 +104,8 @@ def record(
         partials=partials,
         scores=wanted,
         times=times,
-        layers=None if layers is None else frozenset(layers),
-        budget_bytes=budget_bytes,
+        layers=looked_at,
+        budget=_Budget(trace=trace, limit=budget_bytes),
     )
     try:
         yield trace
@@ -115,7 +123,7 @@ class Recorder:
     scores: Scores | None
     times: bool
     layers: frozenset[int] | None
-    budget_bytes: int
+    budget: _Budget
 
     def times_for(self, layer: int, lane: Lane) -> Tensor | None:
         """Return room for multiprocessor, start and end of every program, where times are wanted."""
@@ -128,25 +136,30 @@ class Recorder:
             _check_members("heads", self.scores.heads or (), spec.heads)
         if not self.times:
             return None
-        shape = (lane.schedule.segments.shape[0], -(-spec.group // HEAD_TILE), 3)
+        shape = (lane.schedule.segments.shape[0], head_tiles(spec.group), 3)
         return torch.zeros(shape, dtype=torch.int64, device=lane.schedule.segments.device)
 
     def decoded(self, call: DecodeCall) -> None:
         """Keep what was asked for of this call."""
         if not self._looks_at(call.layer):
             return
-        splits, spec = call.lane.splits.to_host(), call.spec
-        kept = _Budget(
-            trace=self.trace, limit=self.budget_bytes, who=f"call {len(self.trace.calls)}, layer {call.layer}"
-        )
-        lses, outs = _by_request(call, splits)
+        splits, spec, kept = call.lane.splits.to_host(), call.spec, self.budget
         reqs = len(splits.ranges)
+        kept.who = f"call {len(self.trace.calls)}, layer {call.layer}"
+        if not kept.room("everything, and all later calls", reqs * spec.heads * FLOAT_BYTES):
+            kept.full = True
+            return
+        owners = call.lane.schedule.merge_indptr.tolist()
+        mine = [RequestPartials.of(call.partials, r, owners=owners, kv_heads=spec.kv_heads) for r in range(reqs)]
+        lses = [x.lse for x in mine]
         lse = torch.stack([x.logsumexp(0) for x in lses]) if reqs else torch.zeros(0, spec.heads)
-        kept.take("log-sum-exps", [lse])
-        keeps_lse = self.partials and kept.take("partial log-sum-exps", lses)
-        keeps_out = self.partials and kept.take("partial outputs", outs)
-        scores = () if self.scores is None else tuple(self._scores(call, splits, lse, self.scores, kept))
-        keeps_times = call.times is not None and kept.take("times", [call.times])
+        rows = sum(splits.effective) * spec.heads * FLOAT_BYTES
+        keeps_lse = self.partials and kept.room("partial log-sum-exps", rows)
+        keeps_out = self.partials and kept.room("partial outputs", rows * spec.v_dim)
+        scores = () if self.scores is None else tuple(self._scores(call, splits, lse, self.scores))
+        segments, times = call.lane.schedule.segments, call.times
+        keeps_times = times is not None and kept.room("times", segments.nbytes + times.nbytes)
+        start = tuple(call.lane.layout.start.tolist())
         self.trace.calls.append(
             CallTrace(
                 layer=call.layer,
@@ -154,113 +167,112 @@ class Recorder:
                 heads=spec.heads,
                 kv_heads=spec.kv_heads,
                 scale=spec.scale,
+                softcap=spec.softcap,
+                temperature_len=spec.temperature_len,
+                mod=None if spec.mod is None else spec.mod.name,
+                has_sinks=spec.has_sinks,
                 page_size=self.backend.pool.page_size,
                 ranges=splits.ranges,
                 nominal=splits.nominal,
+                start=start,
+                # A decoding query is its request's last token.
+                q_pos=tuple(first + keys - 1 for first, keys in zip(start, splits.lens, strict=True)),
                 lse=lse.cpu(),
                 partial_lse=tuple(x.cpu() for x in lses) if keeps_lse else (),
-                partial_out=tuple(x.cpu() for x in outs) if keeps_out else (),
+                partial_out=tuple(x.output.cpu() for x in mine) if keeps_out else (),
                 scores=scores,
-                times=call.times.flatten(0, 1).cpu() if keeps_times and call.times is not None else None,
+                segments=segments.cpu() if keeps_times else None,
+                times=times.cpu() if keeps_times and times is not None else None,
             )
         )
 
     def _looks_at(self, layer: int) -> bool:
-        return self.layers is None or layer in self.layers
+        return not self.budget.full and (self.layers is None or layer in self.layers)
 
-    def _scores(
-        self, call: DecodeCall, splits: HostSplits, lse: Tensor, wanted: Scores, kept: _Budget
-    ) -> Iterator[ScoreTrace]:
-        reqs = len(splits.ranges)
-        requests = range(reqs) if wanted.requests is None else wanted.requests
+    def _scores(self, call: DecodeCall, splits: HostSplits, lse: Tensor, wanted: Scores) -> Iterator[ScoreTrace]:
+        requests = range(len(splits.ranges)) if wanted.requests is None else wanted.requests
         heads = tuple(range(call.spec.heads)) if wanted.heads is None else wanted.heads
         for request in requests:
-            keys = splits.lens[request]
-            edges = _edges(wanted, keys, splits.ranges[request], self.backend.pool.page_size)
+            keys, ranges = splits.lens[request], splits.ranges[request]
+            edges = Bins.of(wanted.pool, keys=keys, ranges=ranges, page_size=self.backend.pool.page_size).edges
+            at_stage = self._stages(call, request, keys, list(heads), lse[request])
             for stage in wanted.stages:
-                cells = len(heads) * (len(edges) - 1)
-                if not kept.room(f"{stage} of request {request}", 4 * cells):
+                size = len(heads) * (len(edges) - 1) * FLOAT_BYTES
+                if not self.budget.room(f"{stage} of request {request}", size):
                     continue
-                values = self._stage(call, request, keys, stage, lse[request])[list(heads)]
-                reduce = wanted.reduce or ("sum" if stage == "weights" else "max")
+                reduce = wanted.reduce or REDUCTIONS[stage][0]
                 yield ScoreTrace(
                     request=request,
                     stage=stage,
                     reduce=reduce,
                     heads=heads,
                     edges=edges,
-                    values=_pool(values, edges, reduce).cpu(),
+                    values=pooled(at_stage(stage), edges, reduce).cpu(),
                 )
 
-    def _stage(self, call: DecodeCall, request: int, keys: int, stage: Stage, lse: Tensor) -> Tensor:
-        """Return one request's scores at a stage, `[heads, keys]` fp32, on the device."""
-        spec = _spec_at(call.spec, stage)
+    def _stages(
+        self, call: DecodeCall, request: int, keys: int, heads: list[int], lse: Tensor
+    ) -> Callable[[Stage], Tensor]:
+        """Return what gives some heads' scores at a stage, `[heads, keys]` fp32, on the device.
+
+        Stages whose pipelines are the same are computed once.
+        """
         asked = torch.tensor([request], dtype=torch.int32, device=call.q.device)
-        scores = self.backend.engine.scores(call, spec, requests=asked, max_keys=keys)[0]
-        if stage != "weights":
-            return scores
-        # A sink takes its share of the denominator, so that weights beside one sum to less than 1.
-        total = lse if call.sinks is None else torch.logaddexp(lse, call.sinks.float())
-        return torch.exp(scores - total[:, None])
+        known: dict[AttentionSpec, Tensor] = {}
+
+        def at(stage: Stage) -> Tensor:
+            spec = _spec_at(call.spec, stage)
+            if spec not in known:
+                known[spec] = self.backend.engine.scores(call, spec, requests=asked, max_keys=keys)[0, heads]
+            if stage != "weights":
+                return known[spec]
+            # A sink takes its share of the denominator, so that weights beside one sum to less than 1.
+            total = lse if call.sinks is None else torch.logaddexp(lse, call.sinks.float())
+            return torch.exp(known[spec] - finite_or_zero(total[heads])[:, None])
+
+        return at
 
 
 @dataclass(slots=True, kw_only=True)
 class _Budget:
-    """Counts what a call keeps, and says in the trace what it had to leave out."""
+    """Counts the bytes that are kept, and says in the trace what had to be left out; `who` is the call at hand."""
 
     trace: Trace
     limit: int
-    who: str
+    who: str = ""
     used: int = 0
+    full: bool = False
 
     def room(self, what: str, size: int) -> bool:
         """Reserve so many bytes, or note what is left out."""
-        if self.trace.bytes + self.used + size > self.limit:
+        if self.used + size > self.limit:
             self.trace.left_out.append(f"{self.who}: {what} ({size:,} bytes; the budget is {self.limit:,})")
             return False
         self.used += size
         return True
 
-    def take(self, what: str, tensors: Sequence[Tensor]) -> bool:
-        """Reserve room for these tensors."""
-        return self.room(what, sum(x.numel() * x.element_size() for x in tensors))
+
+def _wished(scores: object) -> Scores | None:
+    """Return what `record` was asked to keep of scores."""
+    if isinstance(scores, Scores) or scores is None or scores is False:
+        return scores or None
+    if scores is True:
+        return Scores()
+    raise TypeError(f"scores: expected a Scores, True or False, got {scores!r}; see attnlab.Scores")
 
 
-REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
-    "max": lambda x: x.amax(-1),
-    "sum": lambda x: x.sum(-1),
-    "logsumexp": lambda x: x.logsumexp(-1),
-}
+def _listed(name: str, values: Any, wanted: str) -> tuple[Any, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{name}: expected a list of {wanted}, got {values!r}")
+    return tuple(values)
 
 
-def _pool(values: Tensor, edges: tuple[int, ...], reduce: str) -> Tensor:
-    """Return one number per bin, `[heads, bins]`."""
-    if len(edges) - 1 == values.shape[1]:
-        return values
-    bins = [REDUCE[reduce](values[:, a:b]) for a, b in zip(edges, edges[1:], strict=False)]
-    return torch.stack(bins, -1) if bins else values[:, :0]
-
-
-def _edges(wanted: Scores, keys: int, ranges: tuple[tuple[int, int], ...], page_size: int) -> tuple[int, ...]:
-    """Return where bins begin, and the end."""
-    pool = wanted.pool or ("key" if keys <= BY_KEY_UP_TO else "page")
-    if pool == "split":
-        return tuple(start for start, _ in ranges) + ((keys,) if ranges else (0,))
-    width = 1 if pool == "key" else (page_size if page_size > 1 else PAGE)
-    return (*range(0, keys, width), keys)
-
-
-def _by_request(call: DecodeCall, splits: HostSplits) -> tuple[list[Tensor], list[Tensor]]:
-    """Return every request's partial LSEs `[splits, heads]` and outputs `[splits, heads, v_dim]`."""
-    lse, out, spec = call.partials.lse, call.partials.output, call.spec
-    owners = call.lane.schedule.merge_indptr.tolist()
-    lses, outs = [], []
-    for r, mine in enumerate(splits.ranges):
-        rows = [slice(owners[o], owners[o + 1]) for o in range(r * spec.kv_heads, (r + 1) * spec.kv_heads)]
-        count = len(mine)
-        lses.append(torch.stack([lse[row] for row in rows], 1).reshape(count, spec.heads))
-        outs.append(torch.stack([out[row] for row in rows], 1).reshape(count, spec.heads, spec.v_dim))
-    return lses, outs
+def _numbers(name: str, values: Any) -> tuple[int, ...]:
+    """Return numbers of layers, requests or heads as plain ints."""
+    try:
+        return tuple(operator.index(value) for value in _listed(name, values, "numbers"))
+    except TypeError:
+        raise TypeError(f"{name}: expected a list of numbers, got {values!r}") from None
 
 
 def _spec_at(spec: AttentionSpec, stage: Stage) -> AttentionSpec:

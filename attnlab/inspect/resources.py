@@ -213,6 +213,13 @@ def compile_variant(variant: Variant, target_name: str) -> Resources:
     )
 
 
+def ptx(variant: Variant, kernel: Any = None) -> str:
+    """Return a variant's text for sm_90; with `kernel`, that of another kernel that takes the same arguments."""
+    source = _source(variant if kernel is None else replace(variant, kernel=kernel))
+    binary = _triton.triton.compile(source, target=_gpu_target(TARGETS["sm_90"]), options=dict(variant.options))
+    return str(binary.asm["ptx"])
+
+
 def _source(variant: Variant) -> Any:
     """Return the source with the argument types that a launch would give it; a JIT launch marks divisibility itself."""
     names = variant.kernel.arg_names

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from attnlab.checks import positive, require
-from attnlab.trace import STAGES, CallTrace, ScoreTrace, Trace
+from attnlab.inspect.bins import POOLS, Bins, Pool
+from attnlab.trace import STAGES, CallTrace, ScoreTrace, Stage, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoreView:
-    """One query's weights over its keys, `[heads, keys]` fp32 on the CPU: what each key's value was multiplied with.
+    """One query's weights over its keys, `[heads, bins]` fp32 on the CPU: what each key's value was multiplied with.
 
-    A row sums to 1, or to less where a sink without a key takes its share. The query stands at position `query`.
-    `tokens` are the texts of the keys, or nothing; `ranges` are the splits that the keys were read in.
+    A bin is a key, or the sum over a page or split (`pool`). A row sums to 1, or to less where a sink without a key
+    takes its share. The query stands at position `query`, the first key at `start`. `tokens` are the texts of the keys,
+    or nothing; `ranges` are the splits that the keys were read in.
     """
 
     layer: int
@@ -26,7 +30,9 @@ class ScoreView:
     query: int
     kv_heads: int
     page_size: int
-    weights: Float[Tensor, "heads keys"]
+    weights: Float[Tensor, "heads bins"]
+    start: int = 0
+    pool: Pool = "key"
     ranges: tuple[tuple[int, int], ...] = ()
     tokens: tuple[str, ...] = ()
 
@@ -37,6 +43,11 @@ class ScoreView:
         require(
             self.heads > 0 and self.heads % self.kv_heads == 0,
             f"kv_heads: expected a divisor of the {self.heads} heads, got {self.kv_heads}",
+        )
+        bins = self.weights.shape[1]
+        require(
+            self.pool == "key" or len(self.edges) == bins + 1,
+            f"pool: the {self.keys:,} keys have {len(self.edges) - 1} bins by {self.pool}, the weights {bins}",
         )
         _check_tokens(self.tokens, self.keys, self.request)
 
@@ -53,12 +64,17 @@ class ScoreView:
         >>> view.weights.shape, view.query, view.group
         (torch.Size([9, 300]), 299, 3)
         """
-        return cls.of_call(trace.call(layer), request=request, tokens=_tokens_of(trace, request))
+        return cls.of_call(trace.call(layer), request=request)
 
     @classmethod
-    def of_call(cls, call: CallTrace, *, request: int, tokens: Sequence[str] = ()) -> ScoreView:
-        """Take a request's weights out of a recorded call; `tokens` are the texts of its keys, and may go on."""
-        score = _recorded(call, request, "weights")
+    def of_call(
+        cls, call: CallTrace, *, request: int, tokens: Sequence[str] | None = None, by_key: bool = True
+    ) -> ScoreView:
+        """Take a request's weights out of a recorded call: those by key, or with `by_key=False` sums as well.
+
+        `tokens` are the texts of the request's tokens, the call's own unless they are given.
+        """
+        score = _recorded(call, request, "weights", by_key=by_key)
         missing = [head for head in range(call.heads) if head not in score.heads]
         require(
             not missing,
@@ -66,16 +82,17 @@ class ScoreView:
             f"record with {_wish(('weights',))}, which takes all heads",
         )
         rows = torch.tensor([score.heads.index(head) for head in range(call.heads)])
-        keys = call.lens[request]
         return cls(
             layer=call.layer,
             request=request,
-            query=keys - 1,  # a decoding query is its request's last token
+            query=call.q_pos[request],
             kv_heads=call.kv_heads,
             page_size=call.page_size,
             weights=score.values[rows],
+            start=call.start[request],
+            pool=_pool(call, score) or "key",
             ranges=call.ranges[request],
-            tokens=_cut(tokens, keys, request),
+            tokens=_cut(call, tokens, request),
         )
 
     @property
@@ -86,7 +103,19 @@ class ScoreView:
     @property
     def keys(self) -> int:
         """Keys that the query could see."""
-        return self.weights.shape[1]
+        if self.pool == "key":
+            return self.weights.shape[1]
+        return self.ranges[-1][1] if self.ranges else 0
+
+    @property
+    def own(self) -> int:
+        """Which of the keys is the query's own."""
+        return self.query - self.start
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Where bins begin, and the end."""
+        return Bins.of(self.pool, keys=self.keys, ranges=self.ranges, page_size=self.page_size).edges
 
     @property
     def group(self) -> int:
@@ -94,7 +123,9 @@ class ScoreView:
         return self.heads // self.kv_heads
 
     def share(self, start: int, stop: int) -> Float[Tensor, " heads"]:
-        """Return how much of each head's weight lies on keys `start` to `stop` - 1, fp64."""
+        """Return how much of each head's weight lies on keys `start` to `stop` - 1, fp64; bins are not cut."""
+        if self.pool != "key":
+            start, stop = bisect_left(self.edges, start), bisect_left(self.edges, stop)
         return self.weights[:, start:stop].double().sum(1)
 
 
@@ -117,6 +148,7 @@ class StageView:
     capped: Float[Tensor, " keys"] | None
     masked: Float[Tensor, " keys"]
     weights: Float[Tensor, " keys"]
+    start: int = 0
     tokens: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -141,11 +173,11 @@ class StageView:
         >>> view.kv_head, view.keys, view.capped is None
         (1, 40, True)
         """
-        return cls.of_call(trace.call(layer), request=request, head=head, tokens=_tokens_of(trace, request))
+        return cls.of_call(trace.call(layer), request=request, head=head)
 
     @classmethod
-    def of_call(cls, call: CallTrace, *, request: int, head: int, tokens: Sequence[str] = ()) -> StageView:
-        """Take one head's scores out of a recorded call; `tokens` are the texts of its keys, and may go on."""
+    def of_call(cls, call: CallTrace, *, request: int, head: int, tokens: Sequence[str] | None = None) -> StageView:
+        """Take one head's scores out of a recorded call, with the texts of the request's tokens as in ScoreView."""
         require(0 <= head < call.heads, f"head: the layer has heads 0 to {call.heads - 1}, got {head!r}")
         rows = {}
         for stage in STAGES:
@@ -156,11 +188,10 @@ class StageView:
                 f"record with {_wish(STAGES)}, which takes all heads",
             )
             rows[stage] = score.values[score.heads.index(head)]
-        keys = call.lens[request]
         return cls(
             layer=call.layer,
             request=request,
-            query=keys - 1,  # a decoding query is its request's last token
+            query=call.q_pos[request],
             head=head,
             kv_head=head // (call.heads // call.kv_heads),
             scale=call.scale,
@@ -169,7 +200,8 @@ class StageView:
             capped=None if torch.equal(rows["capped"], rows["scaled"]) else rows["capped"],
             masked=rows["masked"],
             weights=rows["weights"],
-            tokens=_cut(tokens, keys, request),
+            start=call.start[request],
+            tokens=_cut(call, tokens, request),
         )
 
     @property
@@ -177,9 +209,16 @@ class StageView:
         """Keys of the request, masked ones included."""
         return self.raw.shape[0]
 
+    @property
+    def own(self) -> int:
+        """Which of the keys is the query's own."""
+        return self.query - self.start
 
-def _recorded(call: CallTrace, request: int, stage: str, wanted: Sequence[str] = ("weights",)) -> ScoreTrace:
-    """Return a request's scores at a stage, key by key; raise ValueError that says what to record."""
+
+def _recorded(
+    call: CallTrace, request: int, stage: Stage, wanted: Sequence[Stage] = ("weights",), *, by_key: bool = True
+) -> ScoreTrace:
+    """Return a request's scores at a stage, key by key where they are; raise ValueError that says what to record."""
     reqs = len(call.ranges)
     known = f"requests 0 to {reqs - 1}" if reqs else "no request"
     require(0 <= request < reqs, f"request: the call of layer {call.layer} has {known}, got {request!r}")
@@ -191,14 +230,22 @@ def _recorded(call: CallTrace, request: int, stage: str, wanted: Sequence[str] =
             f"stage: of request {request}, layer {call.layer} has recorded {_listed(kept)}, not {stage}; {record} "
             "(what did not fit the budget is listed in trace.left_out)"
         )
-    by_key = next((score for score in found if score.by_key), None)
-    if by_key is None:
-        widest = max(b - a for a, b in zip(found[0].edges, found[0].edges[1:], strict=False))
+    fine = [score for score in found if score.by_key]
+    sums = [score for score in found if not by_key and score.reduce == "sum" and _pool(call, score)]
+    if not fine + sums:
+        widest = max(b - a for a, b in pairwise(found[0].edges))
         raise ValueError(
             f"pool: the {stage} of request {request} in layer {call.layer} were recorded in bins of up to {widest:,} "
-            f"keys, a picture looks at every key; {record}"
+            f"keys, by {found[0].reduce}; {'this looks at every key' if by_key else 'those do not add up'}; {record}"
         )
-    return by_key
+    return (fine + sums)[0]
+
+
+def _pool(call: CallTrace, score: ScoreTrace) -> Pool | None:
+    """Return by what scores were pooled, None where that is nothing known."""
+    keys, ranges = call.lens[score.request], call.ranges[score.request]
+    made = ((pool, Bins.of(pool, keys=keys, ranges=ranges, page_size=call.page_size)) for pool in POOLS)
+    return next((pool for pool, bins in made if bins.edges == score.edges), None)
 
 
 def _wish(stages: Sequence[str]) -> str:
@@ -210,17 +257,16 @@ def _listed(names: Sequence[object]) -> str:
     return ", ".join(map(str, names)) or "nothing"
 
 
-def _tokens_of(trace: Trace, request: int) -> tuple[str, ...]:
-    return trace.tokens[request] if 0 <= request < len(trace.tokens) else ()
-
-
-def _cut(tokens: Sequence[str], keys: int, request: int) -> tuple[str, ...]:
-    """Return the texts of the keys; the text may go on after the query."""
+def _cut(call: CallTrace, tokens: Sequence[str] | None, request: int) -> tuple[str, ...]:
+    """Return the texts of the keys; the text may begin before the first of them, and go on after the query."""
+    if tokens is None:
+        tokens = call.tokens[request] if request < len(call.tokens) else ()
+    start, end = call.start[request], call.q_pos[request] + 1
     require(
-        not tokens or len(tokens) >= keys,
-        f"tokens: request {request} has {keys:,} keys, but the texts of only {len(tokens):,} tokens",
+        not tokens or len(tokens) >= end,
+        f"tokens: request {request} has {end:,} keys, but the texts of only {len(tokens):,} tokens",
     )
-    return tuple(tokens[:keys])
+    return tuple(tokens[start:end])
 
 
 def _check_tokens(tokens: Sequence[str], keys: int, request: int) -> None:

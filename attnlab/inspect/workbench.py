@@ -19,9 +19,9 @@ from attnlab.backend import AttentionBackend
 from attnlab.batch import DecodeBatch
 from attnlab.checks import require
 from attnlab.engines import Engine
-from attnlab.inspect.contents import is_recorded, layer_contents, token_texts
+from attnlab.inspect.contents import is_recorded, layer_contents, seed_of, token_texts
 from attnlab.inspect.merge import MergeSteps
-from attnlab.inspect.record import Scores, record
+from attnlab.inspect.record import BUDGET_BYTES, Scores, record
 from attnlab.inspect.samples import LayerSample
 from attnlab.inspect.score_view import ScoreView, StageView
 from attnlab.memory.pool import KVPool
@@ -106,44 +106,59 @@ class Workbench:
         spec = self._attention(layer)
         if not spec.has_sinks:
             return None
-        generator = torch.Generator().manual_seed(self.seed + layer)
+        generator = torch.Generator().manual_seed(seed_of(self.seed, layer))
         return torch.randn(spec.heads, generator=generator).to(self.pool.device)
 
     def decode(
-        self, layer: int, plan: DecodePlan | None = None, *, lse: Tensor | None = None
+        self, layer: int, plan: DecodePlan | None = None, *, aux: Tensor | None = None, lse: Tensor | None = None
     ) -> Float[Tensor, "reqs heads v_dim"]:
         """Run one layer's decode call with the newest tokens; without a plan, a new one is made."""
         q, k, v = self.newest(layer)
         made = self.plan() if plan is None else plan
-        return self.backend.decode(layer, q, k, v, made, sinks=self.sinks(layer), lse=lse)
+        return self.backend.decode(layer, q, k, v, made, sinks=self.sinks(layer), aux=aux, lse=lse)
 
-    def merge(self, layer: int, *, request: int, head: int, plan: DecodePlan | None = None) -> MergeSteps:
+    def merge(
+        self, layer: int, *, request: int, head: int, plan: DecodePlan | None = None, aux: Tensor | None = None
+    ) -> MergeSteps:
         """Decode a layer and return one head's partial results, ready to `show`."""
         made = self.plan() if plan is None else plan
-        self.decode(layer, made)
-        title = f"layer {layer}, head {head}, request {request}"
+        self.decode(layer, made, aux=aux)
         partials = self.backend.partials(layer, made)
-        return MergeSteps.of(partials, made.lane(layer), request=request, head=head, title=title)
+        return MergeSteps.of(partials, made.lane(layer), layer=layer, request=request, head=head)
 
     @contextmanager
-    def record(self, **wanted: Any) -> Iterator[Trace]:
-        """Record the calls made inside the block (arguments as `attnlab.record`); the trace knows the tokens' texts."""
-        with record(self.backend, **wanted) as trace:
+    def record(
+        self,
+        *,
+        partials: bool = True,
+        scores: Scores | bool = False,
+        times: bool = False,
+        layers: Sequence[int] | None = None,
+        budget_bytes: int = BUDGET_BYTES,
+    ) -> Iterator[Trace]:
+        """Record the calls made inside the block, as `attnlab.record` does; the trace knows the tokens' texts."""
+        with record(
+            self.backend, partials=partials, scores=scores, times=times, layers=layers, budget_bytes=budget_bytes
+        ) as trace:
             trace.tokens = tuple(self.tokens(request) for request in range(len(self.lens)))
             yield trace
 
-    def scores(self, layer: int, *, request: int) -> ScoreView:
+    def scores(
+        self, layer: int, *, request: int, plan: DecodePlan | None = None, aux: Tensor | None = None
+    ) -> ScoreView:
         """Decode a layer and return what each head of a request gives to each of its keys, ready to `show`."""
         wanted = Scores(stages=("weights",), requests=(request,), pool="key")
         with self.record(partials=False, scores=wanted) as trace:
-            self.decode(layer)
+            self.decode(layer, plan, aux=aux)
         return ScoreView.of(trace, layer=layer, request=request)
 
-    def stages(self, layer: int, *, request: int, head: int) -> StageView:
+    def stages(
+        self, layer: int, *, request: int, head: int, plan: DecodePlan | None = None, aux: Tensor | None = None
+    ) -> StageView:
         """Decode a layer and return what one head's scores go through, stage by stage, ready to `show`."""
         wanted = Scores(stages=STAGES, requests=(request,), heads=(head,), pool="key")
         with self.record(partials=False, scores=wanted) as trace:
-            self.decode(layer)
+            self.decode(layer, plan, aux=aux)
         return StageView.of(trace, layer=layer, request=request, head=head)
 
     def cached(self, layer: int, request: int) -> tuple[Tensor, Tensor]:
@@ -175,8 +190,9 @@ def workbench(
 ) -> Workbench:
     """Build a backend over a filled cache: one request for each of `lens`.
 
-    SmolLM2-135M has the recorded queries, keys and values of the trained model in layers 0, 18 and 23 (up to 2,048
-    tokens; a shorter request is the end of the text, up to one of its last 128 tokens). Other layers and models get
+    SmolLM2-135M has the recorded queries, keys and values of the trained model in layers 0, 18 and 23, up to 2,048
+    tokens. A shorter request is the end of the recorded text: the model had read what comes before, too. Request r
+    ends 17 r tokens before the text does (modulo 128), where its length allows. Other layers and models get
     normal numbers of a seed. `layers` are the recorded ones, or one of each kind, unless they are given.
     `multiprocessors` is the device's own, on a CPU an H200's 132. A model by name gets an fp16 cache of pages of one
     slot, and its published context, unless told otherwise; a ModelSpec brings all of these.

@@ -51,7 +51,12 @@ class SplitConfig:
         return cls(block_n=32, num_warps=num_warps, num_stages=1 if wide else 2)
 
 
-def head_tiles(dim: int) -> tuple[int, int]:
+def head_tiles(group: int) -> int:
+    """Return how many programs share the query heads of a group of that size: the tiles of up to 16 that it needs."""
+    return -(-group // HEAD_TILE)
+
+
+def dim_tiles(dim: int) -> tuple[int, int]:
     """Return (main, rest): tile widths that cover a head dimension, powers of two of at least 16; rest may be 0.
 
     Dimensions such as 576 = 512 + 64, 192 = 128 + 64 or 80 = 64 + 16 are covered without idle lanes; the others are
@@ -82,7 +87,7 @@ def decode_split(call: DecodeCall, *, target: Target) -> None:
     q = lifted(q, target)
     bias = q if call.aux is None else call.aux  # any tensor will do where no modifier reads it
     k_slot, v_slot = slot_stride(view, view.k), slot_stride(view, view.v)
-    _decode_split_kernel[(segments, -(-spec.group // HEAD_TILE))](
+    _decode_split_kernel[(segments, head_tiles(spec.group))](
         q,
         view.k,
         view.v,
@@ -120,7 +125,7 @@ def split_constants(
     """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on."""
     compute = _compute_dtype(q_dtype, view.k.dtype)
     config = SplitConfig.choose(spec, target, fp32=compute == torch.float32)
-    block_d, block_r = head_tiles(spec.qk_dim)
+    block_d, block_r = dim_tiles(spec.qk_dim)
     constants: dict[str, Any] = {
         "GROUP": spec.group,
         "QK_DIM": spec.qk_dim,

@@ -1,7 +1,8 @@
 """Scores of decode calls, computed again from the paged cache for whoever wants to look at them.
 
 The decode kernel never stores a score: looking costs this kernel, not looking costs nothing. It runs the same score
-pipeline on the same kind of tiles, so its numbers are those that the decode kernel had in its registers.
+pipeline in the same order, on tiles that begin elsewhere: its numbers are those that the decode kernel had in its
+registers, up to the order in which a dot product is summed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from attnlab._triton import jit, tl
 from attnlab.kernels.core import dots, load_tile, score_pipeline, slot_offsets
-from attnlab.kernels.decode import HEAD_TILE, lifted, slot_stride, split_constants
+from attnlab.kernels.decode import head_tiles, lifted, slot_stride, split_constants
 from attnlab.kernels.target import Target
 from attnlab.plan.call import DecodeCall
 from attnlab.spec import AttentionSpec
@@ -29,7 +30,7 @@ def decode_scores(call: DecodeCall, spec: AttentionSpec, *, requests: Tensor, ma
     Computes: s[i, h, n] = pipeline(q[requests[i], h] . k[n]), the pipeline being that of `spec`.
     Shapes: `requests [rows]` int32; the rest as `DecodeCall` has it.
     Grid: (key tiles, KV heads x head tiles, rows): a program owns a tile of keys and up to 16 query heads of one group.
-    Reads/writes: the keys of the requests' slots; every cell of the result.
+    Reads/writes: the keys of the requests' slots; the cells of these keys. All others hold -inf from the start.
     """
     q, view, layout = call.q, call.view, call.lane.layout
     aux = call.aux if spec.mod is not None else None
@@ -41,7 +42,7 @@ def decode_scores(call: DecodeCall, spec: AttentionSpec, *, requests: Tensor, ma
     q = lifted(q, target)
     key_tiles = -(-max_keys // constants["BLOCK_N"])
     bias = q if aux is None else aux  # any tensor will do where no modifier reads it
-    _decode_scores_kernel[(key_tiles, spec.kv_heads * -(-spec.group // HEAD_TILE), rows)](
+    _decode_scores_kernel[(key_tiles, spec.kv_heads * head_tiles(spec.group), rows)](
         q,
         view.k,
         layout.index.slots,

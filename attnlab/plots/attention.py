@@ -5,6 +5,7 @@ Heads are rows, framed with those that share a KV head. Above all keys, pooled; 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +14,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch, Polygon
 
 from attnlab.checks import require
+from attnlab.inspect.bins import Pool
 from attnlab.inspect.score_view import ScoreView
 from attnlab.plots.attention_facts import (
     ZOOM,
     Cells,
-    Pool,
     first_words,
+    heaviest,
     in_words,
     induction,
     induction_words,
@@ -37,7 +39,7 @@ from attnlab.plots.picture import Picture
 from attnlab.plots.show import show
 from attnlab.plots.style import HEADER, SIZE, Theme, canvas, fit, header
 from attnlab.plots.token_text import LEGEND, visible
-from attnlab.trace import CallTrace
+from attnlab.trace import CallTrace, Trace
 
 FLOOR = 1e-4
 """Cells of less weight are bare paper."""
@@ -54,12 +56,16 @@ def attention(*views: ScoreView, zoom: int | None = None, pool: Pool | None = No
     """Return a picture of one query's weights over its keys.
 
     `zoom` is the first of the 48 enlarged keys (by default the last 48 are); `pool` says what a cell of the upper
-    panel is, "key", "page" or "split" (by default keys up to 256 of them, and pages beyond).
+    panel is, "key", "page" or "split" (by default keys up to 256 of them, and pages beyond). Of weights that were
+    recorded in bins there is the upper panel alone.
     """
     require(len(views) == 1, f"show: a picture shows the attention of 1 request, got {len(views)}")
     (view,) = views
-    enlarged = zoom_of(view, zoom)
-    cells = Cells.of(view, pool) if view.keys > ZOOM else None
+    by_key = view.pool == "key"
+    require(by_key or zoom is None, f"zoom: the weights were recorded by {view.pool}, and none is known of a key alone")
+    require(by_key or pool in (None, view.pool), f"pool: the weights were recorded by {view.pool}, got {pool!r}")
+    enlarged = zoom_of(view, zoom) if by_key else None
+    cells = Cells.of(view, pool) if view.keys > ZOOM or not by_key else None
     title = statement(view, enlarged)
 
     def draw(theme: Theme) -> Figure:
@@ -69,48 +75,69 @@ def attention(*views: ScoreView, zoom: int | None = None, pool: Pool | None = No
 
 
 @show.register(CallTrace)
-def call_attention(*calls: CallTrace) -> Picture:
-    """Return the attention of the first request of a recorded call whose weights were recorded key by key."""
+def call_attention(*calls: CallTrace, zoom: int | None = None, pool: Pool | None = None) -> Picture:
+    """Return the attention of the first request of a recorded call whose weights were recorded."""
     require(len(calls) == 1, f"show: a picture shows the attention of 1 call, got {len(calls)}")
     (call,) = calls
-    ready = (score.request for score in call.scores if score.stage == "weights" and score.by_key)
-    return attention(ScoreView.of_call(call, request=next(ready, 0)))
+    view = ScoreView.of_call(call, request=next(_weighed(call), 0), by_key=False)
+    return attention(view, zoom=zoom, pool=pool)
 
 
-def _figure(theme: Theme, title: str, view: ScoreView, zoom: tuple[int, int], cells: Cells | None) -> Figure:
+@show.register(Trace)
+def trace_attention(*traces: Trace, zoom: int | None = None, pool: Pool | None = None) -> Picture:
+    """Return the attention of the first call of a recording that has weights; `trace.call(layer)` chooses another."""
+    require(len(traces) == 1, f"show: a picture shows the attention of 1 recording, got {len(traces)}")
+    (trace,) = traces
+    found = next((call for call in trace.calls if any(True for _ in _weighed(call))), None)
+    if found is None:
+        raise ValueError("trace: no call has weights to show; record with scores=True")
+    return call_attention(replace(found, tokens=trace.tokens), zoom=zoom, pool=pool)
+
+
+def _weighed(call: CallTrace) -> Iterator[int]:
+    """Yield the requests of a call whose weights were recorded."""
+    return (score.request for score in call.scores if score.stage == "weights")
+
+
+def _figure(theme: Theme, title: str, view: ScoreView, zoom: tuple[int, int] | None, cells: Cells | None) -> Figure:
     caption, source = _caption(view, zoom, cells), source_words(view) + (f" {LEGEND}" if view.tokens else "")
     if not view.keys:
         figure = canvas(HEADER)
         header(figure, theme, title, caption)
         return figure
     rows = Rows.of(view)
-    low = FOOT + (TOKENS if view.tokens else POSITIONS)
-    if cells is None:  # a single panel may be lower than the bar beside it
+    low = FOOT + (TOKENS if view.tokens and zoom else POSITIONS)
+    if not (cells and zoom):  # a single panel may be lower than the bar beside it
         low = max(low, BAR_LEAST + FOOT - rows.height)
-    high = low + (rows.height + BETWEEN if cells else 0)
+    high = low + (rows.height + BETWEEN if cells and zoom else 0)
     figure = canvas(high + rows.height + ABOVE + HEADER)
     header(figure, theme, title, caption, source)
-    count = zoom[1] - zoom[0]
-    width = PANEL_WIDTH if cells else min(PANEL_WIDTH, WIDEST_CELL * count)
-    lower = Panel(figure=figure, theme=theme, view=view, rows=rows, bottom=low, width=width, columns=count)
-    _draw_zoom(lower, zoom, alone=cells is None)
+    if zoom:
+        count = zoom[1] - zoom[0]
+        width = PANEL_WIDTH if cells else min(PANEL_WIDTH, WIDEST_CELL * count)
+        lower = Panel(figure=figure, theme=theme, view=view, rows=rows, bottom=low, width=width, columns=count)
+        _draw_zoom(lower, zoom, alone=cells is None)
     if cells:
-        upper = replace(lower, bottom=high, width=PANEL_WIDTH, columns=cells.count)
+        place: dict[str, Any] = {"bottom": high, "width": PANEL_WIDTH, "columns": cells.count}
+        upper = Panel(figure=figure, theme=theme, view=view, rows=rows, **place)
         _draw_overview(upper, cells)
-        _draw_wedge(upper, lower, cells, zoom)
+        if zoom:
+            _draw_wedge(upper, lower, cells, zoom)
     bar, top = max(BAR_LEAST, rows.height), high + rows.height
     draw_bar(figure, theme, weight_scale(theme, FLOOR), left=BAR_LEFT, top=top, height=bar)
     return figure
 
 
-def _caption(view: ScoreView, zoom: tuple[int, int], cells: Cells | None) -> str:
+def _caption(view: ScoreView, zoom: tuple[int, int] | None, cells: Cells | None) -> str:
     if not view.keys:
         return "Every query reads the keys before it and its own; this request has none yet."
     query = f"{query_words(view)}. {_mapping(view)}"
-    bare = "Bare cells hold less than 0.01%; colour is logarithmic."
+    bare = "Bare cells hold about 0.01% or less; colour is logarithmic."
     texts = ", with their text" if view.tokens else ""
     if cells is None:
         return f"{query}\nColumns are keys{texts}. {bare}"
+    if zoom is None:
+        return f"{query}\nAll {view.keys:,} keys, recorded as sums by {view.pool}; one cell is {cells.words}. {bare}"
     start, stop = zoom
     below = zoom_words(view, zoom) if start and stop < view.keys else f"{zoom_words(view, zoom)} keys"
     pooled = {"key": "", "page": ", summed by page", "split": ", summed by split"}.get(
@@ -131,12 +158,14 @@ def _mapping(view: ScoreView) -> str:
 
 
 def _draw_overview(panel: Panel, cells: Cells) -> None:
-    """Draw all keys, with their positions above, and what lies on token 0 in the margin and below."""
+    """Draw all keys, with their positions above, and what lies on token 0, or in the heaviest bin, beside and below."""
     scale, theme, view = weight_scale(panel.theme, FLOOR), panel.theme, panel.view
     ax = draw_heads(panel, scale.colors(cells.weights))
     _draw_positions(panel, cells)
-    outline(ax, box(0, 1, -0.06, panel.rows.total + 0.06), theme.accent, 1.2)
-    draw_margin(panel, "first\ntoken", view.share(0, 1).tolist())
+    name, i = ("first\ntoken", 0) if view.pool == "key" else (f"heaviest\n{view.pool}", heaviest(view))
+    at = int(cells.at(view.edges[i]))
+    outline(ax, box(at, at + 1, -0.06, panel.rows.total + 0.06), theme.accent, 1.2)
+    draw_margin(panel, name, view.weights[:, i].tolist())
     fit(panel.write(PANEL_LEFT, panel.bottom - 0.07, first_words(view), color=theme.accent, va="top"))
     if view.heads <= MOST_HINTS:
         for head in range(view.heads):
@@ -146,10 +175,10 @@ def _draw_overview(panel: Panel, cells: Cells) -> None:
 
 def _draw_positions(panel: Panel, cells: Cells) -> None:
     """Write key positions over the upper panel, at powers of two as pages are."""
-    theme, keys = panel.theme, panel.view.keys
+    theme, keys, start = panel.theme, panel.view.keys, panel.view.start
     step = label_step(keys / 8)
-    for key in range(0, keys + 1, step):
-        x = panel.x(cells.at(key))
+    for key in range(-(-start // step) * step, start + keys + 1, step):
+        x = panel.x(cells.at(key - start))
         draw_line(panel.figure, theme.faint, [(x, panel.top), (x, panel.top + 0.045)])
         side = "right" if panel.right - x < 0.25 else "center"
         panel.write(x, panel.top + 0.07, f"{key:,}", ha=side, va="bottom")
@@ -183,14 +212,15 @@ def _name_keys(panel: Panel, zoom: tuple[int, int]) -> None:
         return
     look: dict[str, Any] = {"size": SIZE["small"], "color": theme.ink, "ha": "center", "va": "top", "rotation": 90}
     for key in range(*zoom):
-        x, weight = panel.x(key - zoom[0] + 0.5), "bold" if key == view.query else "normal"
+        x, weight = panel.x(key - zoom[0] + 0.5), "bold" if key == view.own else "normal"
         panel.write(x, panel.bottom - 0.05, visible(view.tokens[key]), weight=weight, **look)
 
 
 def _name_positions(panel: Panel, zoom: tuple[int, int]) -> None:
     every = label_step(0.45 / (panel.width / panel.columns))
-    for key in range(-(-zoom[0] // every) * every, zoom[1], every):
-        x = panel.x(key - zoom[0] + 0.5)
+    first, end = (panel.view.start + key for key in zoom)
+    for key in range(-(-first // every) * every, end, every):
+        x = panel.x(key - first + 0.5)
         draw_line(panel.figure, panel.theme.faint, [(x, panel.bottom), (x, panel.bottom - 0.045)])
         panel.write(x, panel.bottom - 0.07, f"{key:,}", ha="center", va="top")
     x, side = (PANEL_LEFT + panel.width / 2, "center") if panel.width > 2 else (PANEL_LEFT, "left")

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import floor
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnlab.checks import one_of, require
-from attnlab.inspect.record import BY_KEY_UP_TO, PAGE
+from attnlab.checks import require
+from attnlab.inspect.bins import Bins, Pool
 from attnlab.inspect.score_view import ScoreView
 from attnlab.plots.token_text import visible
 from attnlab.plots.words import plural, share
 
 Numbers = NDArray[np.float64]
-Pool = Literal["key", "page", "split"]
 
 ZOOM = 48
 """Keys that are enlarged."""
@@ -51,26 +49,21 @@ class Cells:
 
     @classmethod
     def of(cls, view: ScoreView, pool: Pool | None) -> Cells:
-        """Pool by key, page or split; None takes keys up to 256 of them and pages beyond, as recordings do."""
-        kind = one_of("pool", pool or ("key" if view.keys <= BY_KEY_UP_TO else "page"), ("key", "page", "split"))
-        size = view.page_size if view.page_size > 1 else PAGE
-        fine, noun = {
-            "key": ((*range(view.keys), view.keys), "key"),
-            "page": ((*range(0, view.keys, size), view.keys), f"page of {size} keys"),
-            "split": ((0, *(end for _, end in view.ranges)), "split"),
-        }[kind]
-        require(fine[-1] == view.keys, f"ranges: the splits end at key {fine[-1]:,} of {view.keys:,}")
-        together = 1
-        while len(fine) - 1 > together * min(MOST_CELLS, max(1, MOST_IN_ALL // view.heads)):
+        """Pool by key, page or split, None as recordings do; what was recorded in bins keeps these."""
+        chosen = pool if view.pool == "key" else view.pool
+        bins = Bins.of(chosen, keys=view.keys, ranges=view.ranges, page_size=view.page_size)
+        count, together = len(bins.edges) - 1, 1
+        while count > together * min(MOST_CELLS, max(1, MOST_IN_ALL // view.heads)):
             together *= 2
-        starts = fine[:-1:together]
-        weights = np.add.reduceat(view.weights.double().numpy(), starts, axis=1)
-        several = f"{together} {kind}s"
+        starts = bins.edges[:-1:together]
+        columns = starts if view.pool == "key" else range(0, count, together)
+        weights = np.add.reduceat(view.weights.double().numpy(), columns, axis=1)
+        several = f"{together} {bins.pool}s"
         return cls(
             edges=(*starts, view.keys),
             weights=weights,
-            size=kind if together == 1 else several,
-            words=f"a {noun}" if together == 1 else noun.replace(kind, several, 1),
+            size=bins.pool if together == 1 else several,
+            words=f"a {bins.words}" if together == 1 else bins.words.replace(bins.pool, several, 1),
         )
 
     @property
@@ -89,10 +82,11 @@ def zoom_of(view: ScoreView, zoom: int | None) -> tuple[int, int]:
     if zoom is None:
         return last, view.keys
     require(
-        0 <= zoom < max(1, view.keys),
-        f"zoom: expected a key, 0 to {max(0, view.keys - 1)}, to enlarge {ZOOM} keys from, got {zoom!r}",
+        0 <= zoom - view.start < max(1, view.keys),
+        f"zoom: expected a key, {view.start} to {view.start + max(0, view.keys - 1)}, to enlarge {ZOOM} keys from, "
+        f"got {zoom!r}",
     )
-    start = min(zoom, last)
+    start = min(zoom - view.start, last)
     return start, min(view.keys, start + ZOOM)
 
 
@@ -103,12 +97,20 @@ def zoom_words(view: ScoreView, zoom: tuple[int, int]) -> str:
         return f"all {view.keys}" if view.keys > 1 else "the key"
     if stop == view.keys:
         return f"the last {stop - start}"
-    return f"the first {stop}" if start == 0 else f"keys {start:,} to {stop - 1:,}"
+    return f"the first {stop}" if start == 0 else f"keys {view.start + start:,} to {view.start + stop - 1:,}"
 
 
-def statement(view: ScoreView, zoom: tuple[int, int]) -> str:
-    """Return the picture's title: where the weight of all heads is, or how much of it is elsewhere."""
+def statement(view: ScoreView, zoom: tuple[int, int] | None) -> str:
+    """Return the picture's title: where the weight of all heads is, or how much of it is elsewhere.
+
+    Without enlarged keys, as of weights that were recorded in bins, it is about the heaviest of these.
+    """
     who = f"One query, layer {view.layer}"
+    if zoom is None:
+        top = heaviest(view)
+        return (
+            f"{who}: {_span(view.weights[:, top])} of {_whose(view)} weight lies on {_key(view, top)} of {view.keys:,}"
+        )
     if view.keys == 0:
         return f"{who}: the request has no key, so there is nothing to read"
     if view.keys == 1:
@@ -116,11 +118,21 @@ def statement(view: ScoreView, zoom: tuple[int, int]) -> str:
     if view.keys <= ZOOM:
         return f"{who}: {_first_token(view)}"
     near = view.share(*zoom) + (view.share(0, 1) if zoom[0] else 0)
-    where = f"token 0 and {zoom_words(view, zoom)}" if zoom[0] else f"{zoom_words(view, zoom)} keys"
+    where = f"{_first(view)} and {zoom_words(view, zoom)}" if zoom[0] else f"{zoom_words(view, zoom)} keys"
     if near.min() >= NEARLY_ALL:
         return f"{who}: {_everybody_gives(view, near)} to {where}"
     beyond = _span(view.share(0, view.keys) - near)
     return f"{who}: {beyond} of {_whose(view)} weight lies beyond {where}"
+
+
+def _first(view: ScoreView) -> str:
+    """Return what the first key is called."""
+    return f"token {view.start:,}"
+
+
+def heaviest(view: ScoreView) -> int:
+    """Return the bin with the most weight, over all heads."""
+    return int(view.weights.sum(0).argmax())
 
 
 def _only_key(view: ScoreView) -> str:
@@ -135,10 +147,10 @@ def _first_token(view: ScoreView) -> str:
     first = view.share(0, 1)
     heavy = int((first >= 0.5).sum())
     if heavy == view.heads or view.heads == 1:
-        return f"{_everybody_gives(view, first)} to token 0"
+        return f"{_everybody_gives(view, first)} to {_first(view)}"
     if heavy:
         give = "gives at least half of its" if heavy == 1 else "give at least half of their"
-        return f"{heavy} of {view.heads} heads {give} weight to token 0"
+        return f"{heavy} of {view.heads} heads {give} weight to {_first(view)}"
     # Nobody rests on token 0, so that the number of keys says more.
     weights = view.weights.double().sort(dim=1, descending=True).values
     total = weights.sum(1, keepdim=True)
@@ -174,8 +186,8 @@ def induction(view: ScoreView, zoom: tuple[int, int]) -> tuple[int, int] | None:
     """Return head and key that continue an earlier copy of the query's token, the strongest, if enlarged and strong."""
     if not view.tokens:
         return None
-    token = view.tokens[view.query]
-    keys = [key for key in range(1, view.query) if view.tokens[key - 1] == token]
+    token = view.tokens[view.own]
+    keys = [key for key in range(1, view.own) if view.tokens[key - 1] == token]
     if not keys:
         return None
     weights = view.weights[:, keys].numpy()
@@ -187,15 +199,18 @@ def induction(view: ScoreView, zoom: tuple[int, int]) -> tuple[int, int] | None:
 def induction_words(view: ScoreView, head: int, key: int) -> str:
     """Return what was found: the head repeats what followed the query's token before."""
     weight = share(float(view.weights[head, key]))
-    copy, query = visible(view.tokens[key]), visible(view.tokens[view.query])
+    copy, query = visible(view.tokens[key]), visible(view.tokens[view.own])
     return f"q{head}: {weight} on “{copy}”, which followed “{query}” before (induction)"
 
 
 def first_words(view: ScoreView) -> str:
-    """Return what is said of token 0."""
+    """Return what is said of token 0, or of the heaviest bin."""
+    if view.pool != "key":
+        top = heaviest(view)
+        return f"{_key(view, top)}: {_span(view.weights[:, top])} of {_whose(view)} weight"
     first = view.share(0, 1)
-    sink = ", the sink" if float(first.max()) >= SINK else ""
-    return f"token 0{sink}: {_span(first)} of {_whose(view)} weight"
+    sink = ", the sink" if view.start == 0 and float(first.max()) >= SINK else ""
+    return f"{_first(view)}{sink}: {_span(first)} of {_whose(view)} weight"
 
 
 def source_words(view: ScoreView) -> str:
@@ -210,14 +225,14 @@ def source_words(view: ScoreView) -> str:
 
 def query_words(view: ScoreView) -> str:
     """Return which query it is."""
-    name = f"“{visible(view.tokens[view.query])}” at" if view.tokens else "at"
+    name = f"“{visible(view.tokens[view.own])}” at" if view.tokens else "at"
     return f"The query is {name} position {view.query:,} of request {view.request}"
 
 
 def strongest(view: ScoreView, head: int, most: int = 5) -> str:
     """Return a head's strongest keys, in words."""
     weights = view.weights[head]
-    keys = weights.topk(min(most, view.keys)).indices.tolist()
+    keys = weights.topk(min(most, weights.shape[0])).indices.tolist()
     return f"q{head} (KV {head // view.group}): " + ", ".join(
         f"{_key(view, k)} {share(float(weights[k]))}" for k in keys
     )
@@ -231,14 +246,19 @@ def readers(view: ScoreView, key: int, most: int = 9) -> str:
 
 
 def _key(view: ScoreView, key: int) -> str:
-    return f"{key:,}" + (f" “{visible(view.tokens[key])}”" if view.tokens else "")
+    if view.pool != "key":
+        start, stop = view.edges[key : key + 2]
+        return f"keys {view.start + start:,} to {view.start + stop - 1:,}"
+    return f"{view.start + key:,}" + (f" “{visible(view.tokens[key])}”" if view.tokens else "")
 
 
-def in_words(view: ScoreView, zoom: tuple[int, int]) -> str:
+def in_words(view: ScoreView, zoom: tuple[int, int] | None) -> str:
     """Return what the picture shows, for those who cannot see it."""
     what = f"{plural(view.heads, 'query head')} on {plural(view.kv_heads, 'KV head')}, {plural(view.keys, 'key')}"
     if view.keys == 0:
         return f"Layer {view.layer}, request {view.request}: {what}."
+    if zoom is None:
+        return f"Layer {view.layer}. {query_words(view)}: {what}. Heaviest {view.pool}, {first_words(view)}."
     near = f", {_span(view.share(*zoom))} on {zoom_words(view, zoom)}" if view.keys > ZOOM else ""
-    first = f"Of {_whose(view)} weight {_span(view.share(0, 1))} is on token 0"
+    first = f"Of {_whose(view)} weight {_span(view.share(0, 1))} is on {_first(view)}"
     return f"Layer {view.layer}. {query_words(view)}: {what}. {first}{near}."

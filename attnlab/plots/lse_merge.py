@@ -140,7 +140,7 @@ def _write_below(ax: Axes, theme: Theme, row: int, words: dict[int, str], name: 
 
 def _draw_loudness(ax: Axes, theme: Theme, column: Column) -> None:
     """Hang each split's LSE from the line of the total: the stem's length is what the weight is made of."""
-    view, span, color = column.view, column.lse_span, _color(theme)
+    view, span, color = column.view, column.lse_span, _color(theme, column.view)
     unit, at = span / ROWS[0][1], np.arange(view.count)
     ax.set_ylim(-span, 0)
     step = tick_step(ceil(span), 4)
@@ -177,7 +177,7 @@ def _draw_weights(ax: Axes, theme: Theme, column: Column, *, first: bool) -> Non
     _scale(ax, theme, {top: f"{top:.0%}"})
     half = min(0.38, BAR / 2 / column.pitch)
     bars = boxes(at - half, at + half, 0, view.weight)
-    ax.add_patch(PathPatch(bars, fc=_color(theme), lw=0, clip_on=False, gid=HINT + _weight_words(view)))
+    ax.add_patch(PathPatch(bars, fc=_color(theme, view), lw=0, clip_on=False, gid=HINT + _weight_words(view)))
     for i in column.clear(view.weight, column.labelled()):
         weight = float(view.weight[i])
         _write_value(ax, i, weight + 0.03 * top, share(weight), va="bottom", weight=_weight(view, i))
@@ -192,7 +192,7 @@ def _draw_weights(ax: Axes, theme: Theme, column: Column, *, first: bool) -> Non
 
 def _draw_distance(ax: Axes, theme: Theme, column: Column) -> None:
     """Draw how far the running answer is from the final one, split by split."""
-    view, color, top = column.view, _color(theme), column.distance_top
+    view, color, top = column.view, _color(theme, column.view), column.distance_top
     ax.set_ylim(0, top)
     last = view.count - 1
     wide = 0.12 + 0.08 * len(_merged_words(view, last))
@@ -279,6 +279,6 @@ def _weight(view: MergeView, i: int) -> str:
     return "bold" if i == view.heaviest else "normal"
 
 
-def _color(theme: Theme) -> str:
-    # One hue for all columns: colours tell requests apart, heads have a place and a name.
-    return ink_of(theme.request(0), theme)
+def _color(theme: Theme, view: MergeView) -> str:
+    # One hue for all heads of a request: colours tell requests apart, heads have a place and a name.
+    return ink_of(theme.request(view.request), theme)

@@ -29,6 +29,7 @@ class MergeView:
     """
 
     title: str
+    request: int
     number: tuple[int, ...]
     keys: tuple[int, ...]
     lse: Numbers
@@ -49,6 +50,7 @@ class MergeView:
         has_length = bool(steps.running[-1].norm() > 0)
         return cls(
             title=short(steps.title, 44),
+            request=steps.request,
             number=tuple(i + 1 for i in at),
             keys=tuple(steps.ranges[i][1] - steps.ranges[i][0] for i in at),
             lse=steps.lse[seen].numpy(),

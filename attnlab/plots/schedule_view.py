@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from attnlab.checks import require
 from attnlab.inspect.workbench import Workbench
+from attnlab.kernels.decode import head_tiles as head_tiles_of
 from attnlab.plan.plans import DecodePlan, Lane
 from attnlab.plan.policy import HostPolicy, SplitContext, SplitPolicy
 from attnlab.plan.schedule import Schedule
 from attnlab.plan.splits import HostSplits, SplitPlan, cut
 from attnlab.plots.words import between, everything, plural, short, times
+from attnlab.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +23,15 @@ class ScheduleView:
     """One way of cutting a batch: each request's ranges, and the programs that read them, as far as known.
 
     `nominal` are the ranges asked for per request. `programs` are launched for each head tile, a range and KV head
-    each; those beyond the ranges return at once. `multiprocessors` gives the measure of an even share. None: not known.
+    each; those beyond the ranges return at once. `head_tiles` are those of a KV head's query heads: where they are not
+    known, programs are counted for one of them. `multiprocessors` gives the measure of an even share. None: not known.
     """
 
     name: str
     ranges: tuple[tuple[tuple[int, int], ...], ...]
     nominal: tuple[int, ...]
     kv_heads: int | None = None
+    head_tiles: int | None = None
     programs: int | None = None
     multiprocessors: int | None = None
 
@@ -63,23 +68,41 @@ class ScheduleView:
         return [(r, i) for r, mine in enumerate(self.ranges) for i, (a, b) in enumerate(mine) if b - a == most]
 
     @property
+    def dealt(self) -> int | None:
+        """Programs that read a range: one for each of its KV heads and their head tiles."""
+        return None if self.kv_heads is None else self.kv_heads * (self.head_tiles or 1)
+
+    @property
     def working(self) -> int | None:
         """Programs that have keys."""
-        return None if self.kv_heads is None else self.kv_heads * sum(self.used)
+        return None if self.dealt is None else self.dealt * sum(self.used)
 
     @property
     def spare(self) -> int | None:
         """Programs launched for no range: buffers have a fixed size, the number of ranges has not."""
         if self.programs is None or self.working is None:
             return None
-        return self.programs - self.working
+        return self.programs * (self.head_tiles or 1) - self.working
 
     @property
     def spare_ranges(self) -> int | None:
         """The same in ranges; None where not known, or where programs are not dealt out by range and KV head."""
-        if self.spare is None or not self.kv_heads or self.spare % self.kv_heads:
+        if self.spare is None or not self.dealt or self.spare % self.dealt:
             return None
-        return self.spare // self.kv_heads
+        return self.spare // self.dealt
+
+    @property
+    def per_multiprocessor(self) -> float | None:
+        """Programs that have keys, for each multiprocessor."""
+        known = self.working is not None and self.head_tiles is not None and self.multiprocessors is not None
+        return (self.working or 0) / (self.multiprocessors or 1) if known else None
+
+    @property
+    def even(self) -> float | None:
+        """Keys that each multiprocessor reads for a program, if all read alike."""
+        if self.dealt is None or self.head_tiles is None or self.multiprocessors is None:
+            return None
+        return self.total * self.dealt / self.multiprocessors
 
 
 def schedule_views(
@@ -87,34 +110,56 @@ def schedule_views(
     *,
     name: str | None = None,
     multiprocessors: int | None = None,
+    head_tiles: int | None = None,
 ) -> tuple[ScheduleView, ...]:
     """Return what a picture shows of a plan: a view for each of its lanes. Waits for the device.
 
-    `name` replaces the policy's; `multiprocessors` (a plan knows its own) gives waves and an even share of the device.
+    `name` replaces the policy's. `multiprocessors` (a plan knows its own) and `head_tiles` (a workbench knows them, a
+    plan does not) give an even share of the device.
     """
     match x:
         case Workbench():
-            return schedule_views(x.plan(), name=name, multiprocessors=multiprocessors)
+            plan = x.plan()
+            views = schedule_views(plan, name=name, multiprocessors=multiprocessors)
+            tiles = [head_tiles or _head_tiles(x.model, plan, lane) for lane in range(len(views))]
+            return tuple(replace(view, head_tiles=n) for view, n in zip(views, tiles, strict=True))
         case DecodePlan():
             multiprocessors = x.multiprocessors if multiprocessors is None else multiprocessors
-            lanes = [schedule_views(lane, name=name, multiprocessors=multiprocessors)[0] for lane in x.lanes]
+            given: dict[str, Any] = {"name": name, "multiprocessors": multiprocessors, "head_tiles": head_tiles}
+            lanes = [schedule_views(lane, **given)[0] for lane in x.lanes]
             return tuple(_with_layers(view, x, i) for i, view in enumerate(lanes))
         case Lane():
-            (view,) = schedule_views(x.splits, name=name, multiprocessors=multiprocessors)
+            (view,) = schedule_views(x.splits, name=name, multiprocessors=multiprocessors, head_tiles=head_tiles)
             return (replace(view, kv_heads=x.schedule.kv_heads, programs=x.schedule.programs),)
         case SplitPlan():
-            return schedule_views(x.to_host(), name=name, multiprocessors=multiprocessors)
+            return schedule_views(x.to_host(), name=name, multiprocessors=multiprocessors, head_tiles=head_tiles)
         case HostSplits():
             name = x.policy if name is None else name
-            return (ScheduleView(name=name, ranges=x.ranges, nominal=x.nominal, multiprocessors=multiprocessors),)
+            return (
+                ScheduleView(
+                    name=name,
+                    ranges=x.ranges,
+                    nominal=x.nominal,
+                    multiprocessors=multiprocessors,
+                    head_tiles=head_tiles,
+                ),
+            )
 
 
 def cut_view(policy: str | SplitPolicy | HostPolicy, lens: Sequence[int], ctx: SplitContext) -> ScheduleView:
-    """Return what a picture shows of a policy's cuts, with a program for each range and KV head; it needs no pool."""
+    """Return what a picture shows of a policy's cuts, with the programs that would read them; it needs no pool."""
     splits = cut(policy, lens, ctx)
     programs = Schedule.one_range_a_program(splits, kv_heads=ctx.kv_heads).programs
-    (view,) = schedule_views(splits, multiprocessors=ctx.multiprocessors)
+    tiles = head_tiles_of(ctx.heads // ctx.kv_heads)
+    (view,) = schedule_views(splits, multiprocessors=ctx.multiprocessors, head_tiles=tiles)
     return replace(view, kv_heads=ctx.kv_heads, programs=programs)
+
+
+def _head_tiles(model: ModelSpec, plan: DecodePlan, lane: int) -> int | None:
+    """Return the head tiles of a lane's layers, if all have as many."""
+    layers = [layer for layer, its in plan.lane_of_layer.items() if its == lane]
+    tiles = {head_tiles_of(model.layer(layer).attention.group) for layer in layers}
+    return tiles.pop() if len(tiles) == 1 else None
 
 
 def _with_layers(view: ScheduleView, plan: DecodePlan, lane: int) -> ScheduleView:
@@ -151,21 +196,13 @@ def _alone(view: ScheduleView) -> str:
     if ranges == 1:
         return f"Under {view.name} one range holds {everything(longest)}: nothing is cut"
     holds = f"Under {view.name} the longest of {ranges:,} ranges holds {plural(longest, 'key')}"
-    even = even_share(view)
-    if even is not None:
-        measure = "within" if longest <= even else times(longest / even)
+    if view.even is not None:
+        measure = "within" if longest <= view.even else times(longest / view.even)
         return f"{holds}, {measure} an even share of {plural(view.multiprocessors or 1, 'multiprocessor')}"
     if longest * ranges == view.total:
         return f"Under {view.name} each of {ranges:,} ranges holds {plural(longest, 'key')}"
     ratio = longest * ranges / view.total
     return f"{holds}, {times(ratio)} the average" if ratio >= 1.05 else f"{holds}, hardly more than the average"
-
-
-def even_share(view: ScheduleView) -> float | None:
-    """Return the keys (of one KV head) that each multiprocessor reads if all read alike; None where not known."""
-    if view.kv_heads is None or view.multiprocessors is None:
-        return None
-    return view.total * view.kv_heads / view.multiprocessors
 
 
 def _compared(views: Sequence[ScheduleView]) -> str:

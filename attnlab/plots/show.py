@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from attnlab.plots.picture import Picture
 from attnlab.plots.style import theme_of
@@ -19,10 +19,11 @@ class Show:
     def __init__(self) -> None:
         self._draws: Registry[Callable[..., Picture]] = Registry("picture")
 
-    def __call__(self, *xs: object, theme: str = "light") -> Picture:
+    def __call__(self, *xs: object, theme: str = "light", **options: Any) -> Picture:
         """Return a picture of a value, or one picture that compares several of one kind; of merges, at most two.
 
-        `theme` is "light" or "dark": what a notebook displays, and the default of the picture's exports.
+        `theme` is "light" or "dark": what a notebook displays, and the default of the picture's exports. `options` are
+        those of the kind of picture: `zoom=100` of attention.
         """
         theme_of(theme)
         if not xs:
@@ -31,7 +32,7 @@ class Show:
         if len(draws) > 1:
             raise TypeError(f"show: one picture compares values of one kind, got {' and '.join(draws.values())}")
         (draw,) = draws
-        return dataclasses.replace(draw(*xs), theme=theme)
+        return dataclasses.replace(draw(*xs, **options), theme=theme)
 
     def register(self, *types: type) -> Callable[[Draw], Draw]:
         """Register a function that makes a Picture of one or more values of these types; subclasses included.

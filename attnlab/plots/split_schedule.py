@@ -20,7 +20,7 @@ from attnlab.plan.splits import HostSplits, SplitPlan
 from attnlab.plots.key_axis import KNEE_SHARE, KeyAxis
 from attnlab.plots.picture import HINT, Picture
 from attnlab.plots.schedule_panel import Panel, box_pitch, draw_margin
-from attnlab.plots.schedule_view import ScheduleView, distinct, even_share, in_words, schedule_views, statement
+from attnlab.plots.schedule_view import ScheduleView, distinct, in_words, schedule_views, statement
 from attnlab.plots.show import show
 from attnlab.plots.style import (
     DPI,
@@ -37,7 +37,7 @@ from attnlab.plots.style import (
     inches,
     write,
 )
-from attnlab.plots.words import between, key_label, plural, times
+from attnlab.plots.words import between, key_label, plural, times, two_digits
 
 PLOT_LEFT, PLOT_WIDTH = 1.30, 6.25
 PANEL_HEAD, PANEL_FOOT, AXIS_NAME, CAPTION_LINE = 0.50, 0.34, 0.20, 0.17
@@ -57,7 +57,8 @@ BLOCK_HALF = 0.37
 def split_schedule(*xs: DecodePlan | Lane | SplitPlan | HostSplits | ScheduleView | Workbench) -> Picture:
     """Return a picture of one or more schedules, each in its own panel; of a workbench, that of its plan.
 
-    `schedule_views(plan, name=..., multiprocessors=...)` gives a plan another name, or a device to compare with.
+    `schedule_views(plan, name=..., multiprocessors=..., head_tiles=...)` gives a plan another name, or a device to
+    compare with.
     """
     views = distinct(view for x in xs for view in ((x,) if isinstance(x, ScheduleView) else schedule_views(x)))
     title = statement(views)
@@ -129,8 +130,10 @@ def _source(panels: Sequence[Panel], *, boxed: bool) -> str:
         parts[0] += " (outlined: none)"
     if any(view.spare_ranges for view in views):
         parts.append("Spare: the launch has a fixed size, and these programs return at once")
-    if any(view.kv_heads is not None for view in views):
+    if any(view.kv_heads is not None and view.head_tiles is None for view in views):
         parts.append("Programs: per tile of heads")
+    elif any(view.per_multiprocessor is not None for view in views):
+        parts.append("A multiprocessor holds several programs at a time")
     return ". ".join(parts) + "."
 
 
@@ -241,7 +244,7 @@ def _draw_head(figure: Figure, theme: Theme, panel: Panel, top: float) -> None:
 
 
 def _longest_words(panel: Panel) -> str:
-    view, (r, _), even = panel.view, panel.peak, even_share(panel.view)
+    view, (r, _), even = panel.view, panel.peak, panel.view.even
     where = f"r{r}" if r in panel.rows else f"r{r} among the others"
     ties = f" (tied by {len(view.peaks) - 1:,})" if len(view.peaks) > 1 else ""
     measure = f", {times(view.longest / even)} an even share" if even is not None and view.longest > even else ""
@@ -252,7 +255,9 @@ def _launch_words(view: ScheduleView) -> str:
     ranges = plural(sum(view.used), "range")
     if view.kv_heads is None or view.working is None:
         return ranges
-    words = f"{ranges} × {plural(view.kv_heads, 'KV head')} = {plural(view.working, 'program')} with keys"
-    if view.multiprocessors is not None:
-        words += f" = {view.working / view.multiprocessors:.2g} waves of {view.multiprocessors}"
+    tiles = f" × {view.head_tiles} head tiles" if view.head_tiles not in (None, 1) else ""
+    words = f"{ranges} × {plural(view.kv_heads, 'KV head')}{tiles} = {plural(view.working, 'program')} with keys"
+    if view.per_multiprocessor is not None:
+        device = plural(view.multiprocessors or 1, "multiprocessor")
+        words += f", {two_digits(view.per_multiprocessor)} for each of {device}"
     return words if view.spare is None else f"{words}, {view.spare:,} launched empty"

@@ -50,12 +50,13 @@ def columns_of(view: StageView, zoom: int | None) -> list[Column]:
     """
     keys = view.keys
     require(
-        zoom is None or 0 <= zoom < max(1, keys),
-        f"zoom: expected a key, 0 to {max(0, keys - 1)}, to show {ZOOM} keys from, got {zoom!r}",
+        zoom is None or 0 <= zoom - view.start < max(1, keys),
+        f"zoom: expected a key, {view.start} to {view.start + max(0, keys - 1)}, to show {ZOOM} keys from, "
+        f"got {zoom!r}",
     )
     if keys <= ZOOM + 2:
         return [Column(start=key, stop=key + 1, left=key) for key in range(keys)]
-    start = keys - ZOOM if zoom is None else min(zoom, keys - ZOOM)
+    start = keys - ZOOM if zoom is None else min(zoom - view.start, keys - ZOOM)
     between, first = 1 + SPACE, 1 + 2 * SPACE + POOLED_WIDTH
     made = [Column(start=0, stop=min(1, start), left=0), Column(start=1, stop=start, left=between, width=POOLED_WIDTH)]
     made += [Column(start=start + i, stop=start + i + 1, left=first + i) for i in range(ZOOM)]
@@ -125,8 +126,8 @@ def _lead(view: StageView) -> str:
 
 def _key(view: StageView, key: int) -> str:
     if key == 0:
-        return "token 0"
-    return f"“{visible(view.tokens[key])}”" if view.tokens else f"key {key:,}"
+        return f"token {view.start:,}"
+    return f"“{visible(view.tokens[key])}”" if view.tokens else f"key {view.start + key:,}"
 
 
 def score_limit(view: StageView) -> tuple[float, bool]:
@@ -160,13 +161,13 @@ def scale_words(scale: float) -> str:
 
 def key_words(view: StageView, column: Column) -> str:
     """Return what one finds under the mouse."""
-    some = slice(column.start, column.stop)
+    some, first = slice(column.start, column.stop), view.start + column.start
     score, weight = float(view.masked[some].max()), float(view.weights[some].double().sum())
     said = f"score {signed(score, 2)}" if score > float("-inf") else "masked"
     if column.keys > 1:
-        return f"keys {column.start:,} to {column.stop - 1:,}: highest {said}, {share(weight)} of the weight"
+        return f"keys {first:,} to {view.start + column.stop - 1:,}: highest {said}, {share(weight)} of the weight"
     text = f" “{visible(view.tokens[column.start])}”" if view.tokens else ""
-    return f"key {column.start:,}{text}: {said}, weight {share(weight)}"
+    return f"key {first:,}{text}: {said}, weight {share(weight)}"
 
 
 def in_words(view: StageView) -> str:

@@ -155,7 +155,7 @@ class _Panel:
 
 
 def _caption(view: StageView, columns: list[Column]) -> str:
-    query = f"“{visible(view.tokens[view.query])}” at" if view.tokens else "at"
+    query = f"“{visible(view.tokens[view.own])}” at" if view.tokens else "at"
     head = f"query head {view.head} on KV head {view.kv_head}"
     first = f"Query {query} position {view.query:,} of request {view.request}, {head}; read downwards."
     pooled = any(column.keys > 1 for column in columns)
@@ -169,7 +169,7 @@ def _caption(view: StageView, columns: list[Column]) -> str:
 
 
 def _source(view: StageView) -> str:
-    bare = "Recorded scores. Bare weights are below 0.1%; their colour is logarithmic, that of scores linear."
+    bare = "Recorded scores. Bare weights are about 0.1% or less; their colour is logarithmic, that of scores linear."
     return f"{bare} {LEGEND}" if view.tokens else bare
 
 
@@ -270,10 +270,10 @@ def _name_keys(panel: _Panel) -> None:
             words = f"{column.keys:,}\nkeys"
             panel.ax.text(x, -0.11, words, color=theme.soft, rotation=90, linespacing=1.1, **look)
         elif view.tokens:
-            weight = "bold" if key == view.query else "normal"
+            weight = "bold" if key == view.own else "normal"
             panel.ax.text(x, -0.11, visible(view.tokens[key]), rotation=90, weight=weight, **look)
-        elif key % every == 0:
-            panel.ax.text(x, -0.11, f"{key:,}", color=theme.soft, **look)
+        elif (view.start + key) % every == 0:
+            panel.ax.text(x, -0.11, f"{view.start + key:,}", color=theme.soft, **look)
     if not view.tokens:
         write(panel.figure, PANEL_LEFT, BELOW - 0.55, "key position (tokens)", size=SIZE["label"], color=theme.soft)
 
