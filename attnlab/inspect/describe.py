@@ -1,0 +1,219 @@
+"""A plan as a table: what every kind of layer reads of every request, and where new tokens go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from attnlab.checks import positive
+from attnlab.inspect.plan_lines import LaneLines, RequestLine, lane_lines
+from attnlab.inspect.step import Mode, mode_of, prefix_and_new, runs_of
+from attnlab.mask import CustomMask
+from attnlab.plan.plans import DecodePlan, ExtendPlan, Plan
+
+MOST_ROWS = 12
+"""Requests that have a row of their own, unless told otherwise."""
+WORDS = {"decode": "decode step", "extend": "extend step", "verify": "verify step"}
+NEW = {"decode": "new", "extend": "new", "verify": "drafts"}
+GAP = "  "
+STYLE = "text-align: right; padding: 0 0.7em; white-space: nowrap"
+MEANING = {
+    "edge": "where the first query’s sight begins",
+    "start": "the position of the list’s first entry",
+    "unseen": "keys before it, which no query of this step sees",
+    "ranges": "asked for → used",
+    "new go to": "the storage slots of the step’s own tokens",
+}
+"""What the columns are whose names do not say it, left to right."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """A plan in plain numbers. `print` it, or let a notebook show it as a table.
+
+    `requests` and `tokens` count the step; `facts` are the other words of the head line. `most` requests have a row.
+    """
+
+    mode: Mode
+    requests: int
+    tokens: int
+    epoch: int
+    facts: tuple[str, ...]
+    lanes: tuple[LaneLines, ...]
+    most: int
+
+    @property
+    def head(self) -> str:
+        """Mode, requests, tokens, epoch, policy, in one line."""
+        counts = [_count(self.requests, "request"), _count(self.tokens, "query token")]
+        return " · ".join([f"{WORDS[self.mode]}: {', '.join(counts)}", f"epoch {self.epoch}", *self.facts])
+
+    def __str__(self) -> str:
+        blocks = [self.head]
+        for lane in self.lanes:
+            lines = [*lane_words(lane)]
+            if lane.lines:
+                lines += _aligned(self._table(lane))
+            lines += [f"{GAP}{words}" for words in self._below(lane)]
+            blocks.append("\n".join(lines))
+        return "\n\n".join([*blocks, *self._meaning()])
+
+    def _repr_html_(self) -> str:
+        parts = [f"<p><b>{escape(self.head)}</b></p>"]
+        for lane in self.lanes:
+            first, *others = lane_words(lane)
+            below = "".join(f"<br/>{escape(words.strip())}" for words in others)
+            parts.append(f"<p><b>{escape(first)}</b>{below}</p>")
+            if lane.lines:
+                head, *rows = (_cells(row, tag) for row, tag in self._tagged(lane))
+                parts.append(f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>")
+            parts += [f"<p>{escape(words)}</p>" for words in self._below(lane)]
+        parts += [f"<p>{escape(words)}</p>" for words in self._meaning()]
+        return f"<div>{''.join(parts)}</div>"
+
+    def _tagged(self, lane: LaneLines) -> Iterable[tuple[Sequence[str], str]]:
+        return zip(self._table(lane), ["th", *["td"] * self.most], strict=False)
+
+    def _table(self, lane: LaneLines) -> list[list[str]]:
+        """Return the head and the rows of a lane's table, columns that say nothing left out."""
+        shown = lane.lines[: self.most]
+        columns = {
+            "request": [f"{line.request}" for line in shown],
+            "row": [f"{line.row}" for line in shown],
+            "len" if self.mode == "decode" else "cached": [f"{self._length(line):,}" for line in shown],
+            NEW[self.mode]: [] if self.mode == "decode" else [f"{line.new:,}" for line in shown],
+            "edge": [f"{line.edge:,}" for line in shown] if lane.sight.partial else [],
+            "start": [f"{line.start:,}" for line in shown],
+            "padding": [f"{line.padding:,}" for line in shown] if lane.padded else [],
+            "listed": [f"{line.listed:,}" for line in shown],
+            "positions": [span_words(line.listed_from, line.end) for line in shown],
+            "unseen": [f"{line.unseen:,}" for line in shown] if lane.sight.partial else [],
+            "ranges": [f"{line.asked} → {line.used}" for line in shown] if lane.split else [],
+            "at slots": [slot_words(line.slots) for line in shown],
+            "new go to": [slot_words(line.write) if line.new else "–" for line in shown],
+        }
+        filled = {name: cells for name, cells in columns.items() if cells}
+        marks = [" !" if line.wrong else "" for line in shown]
+        rows = [[*cells[:-1], cells[-1] + mark] for *cells, mark in zip(*filled.values(), marks, strict=True)]
+        return [list(filled), *rows]
+
+    def _meaning(self) -> list[str]:
+        """Return one line about the columns that occur and need words."""
+        occurring = {name for lane in self.lanes if lane.lines for name in self._table(lane)[0]}
+        words = [f"{name}: {meaning}" for name, meaning in MEANING.items() if name in occurring]
+        return [" · ".join(words)] if words else []
+
+    def _length(self, line: RequestLine) -> int:
+        return line.cached + line.new if self.mode == "decode" else line.cached
+
+    def _below(self, lane: LaneLines) -> list[str]:
+        """Return what is said below a table: how many requests have no row, and what is wrong with some."""
+        more = len(lane.lines) - self.most
+        words = [f"... and {_count(more, 'other request')}"] if more > 0 else []
+        wrong = [f"! request {line.request}: {line.wrong}" for line in lane.lines if line.wrong]
+        return words + wrong[: self.most]
+
+
+def describe(plan: Plan, *, most: int = MOST_ROWS) -> Description:
+    """Return a plan as a table that can be checked by hand: of every request, which keys are read, and where they lie.
+
+    It reads the plan's tensors, and so waits for the device. A list that is not what lengths and sight ask for, or
+    that reads the sink, is marked. `most` requests have a row.
+
+    >>> import attnlab
+    >>> wb = attnlab.workbench("SmolLM2-135M", lens=[40, 3], policy="static", engine="eager", layers=[18])
+    >>> for line in str(attnlab.describe(wb.plan())).splitlines()[2:6]:
+    ...     print(line)
+    layer 18, in 'pool': all keys
+      43 keys listed, positions 0 to 39 · 16 ranges asked for, 3 used · 9 programs with keys, 9 launched
+      request  row  len  start  listed  positions  ranges     at slots  new go to
+            0    0   40      0      40    0 to 39   8 → 2  1–16, 20–43         43
+    """
+    prefix, new = prefix_and_new(plan)
+    return Description(
+        mode=mode_of(plan),
+        requests=len(prefix),
+        tokens=sum(new),
+        epoch=plan.epoch,
+        facts=tuple(_facts(plan)),
+        lanes=tuple(lane_lines(plan, i, prefix, new) for i in range(len(plan.lanes))),
+        most=positive("most", most),
+    )
+
+
+def _facts(plan: Plan) -> list[str]:
+    if isinstance(plan, ExtendPlan):
+        facts = ["one pass over cached and new keys" if plan.one_pass else "cached keys, then new ones"]
+    else:
+        policies = dict.fromkeys(lane.splits.policy for lane in plan.lanes)
+        facts = [f"policy {' and '.join(policies)}"]
+        if plan.multiprocessors is not None:
+            facts.append(f"{plan.multiprocessors} multiprocessors")
+    if not isinstance(plan, DecodePlan):
+        mask = plan.queries.mask
+        facts.append(f"a mask of {len(mask.bits):,} bits" if isinstance(mask, CustomMask) else "causal")
+    return facts
+
+
+def lane_words(lane: LaneLines) -> tuple[str, str]:
+    """Return the two lines above a lane's table: which layers see what, and what that comes to."""
+    layers = ", ".join(_span(first, end, "–") for first, end in runs_of(lane.layers))
+    first = f"layer{'s' * (len(lane.layers) != 1)} {layers}, in '{lane.space}': {lane.sight}"
+    positions = [(line.listed_from, line.end) for line in lane.lines if line.listed]
+    keys = _count(sum(line.listed for line in lane.lines), "key")
+    facts = [f"{keys} listed"]
+    if positions:
+        facts[0] += f", positions {min(a for a, _ in positions):,} to {max(b for _, b in positions) - 1:,}"
+    if lane.split is not None:
+        split = lane.split
+        facts.append(f"{_count(split.asked, 'range')} asked for, {split.used:,} used")
+        facts.append(f"{_count(split.working, 'program')} with keys, {split.launched:,} launched")
+    return first, GAP + " · ".join(facts)
+
+
+def slot_words(slots: Sequence[int], most: int = 2) -> str:
+    """Return slots in list order as runs of neighbours; beyond `most` runs only how many there are.
+
+    >>> slot_words([4, 5, 6, 12]), slot_words([9, 2, 7, 5, 6]), slot_words([0]), slot_words([])
+    ('4–6, 12', '9, 2 + 2 runs', 'the sink', '–')
+    """
+    if not len(slots):
+        return "–"
+    if not any(slots):
+        return "the sink"
+    runs = runs_of(slots)
+    words = ", ".join(_span(first, end, "–") for first, end in runs[:most])
+    more = len(runs) - most
+    return f"{words} + {_count(more, 'run')}" if more > 0 else words
+
+
+def span_words(first: int, end: int) -> str:
+    """Return the positions from `first` up to `end` in words.
+
+    >>> span_words(260, 388), span_words(7, 8), span_words(3, 3)
+    ('260 to 387', '7', '–')
+    """
+    return _span(first, end, " to ") if first < end else "–"
+
+
+def _span(first: int, end: int, to: str) -> str:
+    return f"{first:,}" if end - first == 1 else f"{first:,}{to}{end - 1:,}"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table's lines, every column as wide as its widest cell, and right-aligned."""
+    marked = [any(row[-1].endswith(" !") for row in table)]
+    padded = [[*row[:-1], row[-1] + ("" if row[-1].endswith(" !") or not marked[0] else GAP)] for row in table]
+    widths = [max(map(len, column)) for column in zip(*padded, strict=True)]
+    lines = (GAP.join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in padded)
+    return [(GAP + line).rstrip() for line in lines]
+
+
+def _cells(row: Sequence[str], tag: str) -> str:
+    cells = "".join(f"<{tag} style='{STYLE}'>{escape(cell)}</{tag}>" for cell in row)
+    return f"<tr>{cells}</tr>"
