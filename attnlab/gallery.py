@@ -6,9 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from attnlab.backend import AttentionBackend
+from attnlab.batch import DecodeBatch, VerifyBatch
 from attnlab.inspect.samples import MODEL
 from attnlab.inspect.traffic import draw_decode_lens, scale_to
+from attnlab.inspect.tree_view import TreeView
+from attnlab.inspect.window_view import WindowView
 from attnlab.inspect.workbench import H200_MULTIPROCESSORS, Workbench, workbench
+from attnlab.memory.cache import PagedCache
+from attnlab.memory.pools.window import WindowPool
+from attnlab.memory.requests import RequestTable
 from attnlab.plan.policies.seed import Seed
 from attnlab.plan.policies.static import Static
 from attnlab.plan.policies.tile import Tile
@@ -16,6 +23,7 @@ from attnlab.plan.policy import SplitContext
 from attnlab.plots.picture import Picture
 from attnlab.plots.schedule_view import cut_view
 from attnlab.plots.show import show
+from attnlab.spec import ModelSpec
 
 
 def split_schedule() -> Picture:
@@ -64,12 +72,61 @@ def page_map() -> Picture:
     return show(bench.pool.allocator)
 
 
+def sliding_window() -> Picture:
+    """Return what a decode step reads of a request whose older keys have slid out of the sliding storage."""
+    server = _SlidingServer(scale_to(draw_decode_lens("azure_llm_2023_conv", 5, seed=4), 420))
+    lens = [server.table.length(row) for row in server.table.rows]
+    request = lens.index(max(lens))
+    plan = server.backend.plan(DecodeBatch.of(rows=server.table.rows, lens=lens, device="cpu"))
+    return show(
+        WindowView.of(
+            pool=server.pool, table=server.table, model=server.model, plan=plan, request=request, layer=server.sliding
+        )
+    )
+
+
+def tree_mask() -> Picture:
+    """Return what the drafts of a tree see, in a layer with a window."""
+    server = _SlidingServer([400])
+    parents = [-1, 0, 0, 0, 1, 1, 1, 2, 2, 3, 4, 5, 9]
+    batch = VerifyBatch.tree(rows=[0], prefix=[400 - len(parents)], parents=[parents], device="cpu")
+    return show(TreeView.of(server.backend.plan(batch), request=0, layer=server.sliding))
+
+
+class _SlidingServer:
+    """A small server of gpt-oss-20b's first two layers, whose requests came in turns and grew."""
+
+    def __init__(self, lens: list[int], *, step: int = 48) -> None:
+        self.model = ModelSpec.load("gpt-oss-20b", page_size=16).only((0, 1))
+        self.sliding = next(layer.index for layer in self.model.layers if layer.attention.sight.partial)
+        self.pool = WindowPool(self.model, num_slots=2048, sliding_slots=1152, device="cpu")
+        self.table = RequestTable(max_requests=len(lens), max_context=1024, num_slots=2048, device="cpu")
+        cache = PagedCache(table=self.table, pool=self.pool)
+        rows = [cache.admit() for _ in lens]
+        for at in range(0, max(lens), step):
+            for row, length in zip(rows, lens, strict=True):
+                if at < length:
+                    cache.append(row, min(step, length - at))
+                    cache.slide_out(row, query=max(0, self.table.length(row) - step))
+        self.backend = AttentionBackend(
+            model=self.model,
+            pool=self.pool,
+            table=self.table,
+            engine="eager",
+            policy=Static(splits=8),
+            max_requests=len(lens),
+            multiprocessors=H200_MULTIPROCESSORS,
+        )
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     "split_schedule": split_schedule,
     "lse_merge": lse_merge,
     "attention_scores": attention_scores,
     "score_stages": score_stages,
     "page_map": page_map,
+    "sliding_window": sliding_window,
+    "tree_mask": tree_mask,
 }
 
 
