@@ -79,18 +79,6 @@ class Case:
             chunk=self.chunk,
         )
 
-    def visible(self, length: int) -> Tensor:
-        """Which keys the last of so many tokens sees: 0 <= q - k < window, and k in the chunk of q."""
-        query = length - 1
-        return torch.tensor(
-            [
-                (self.window is None or query - k < self.window)
-                and (self.chunk is None or k // self.chunk == query // self.chunk)
-                for k in range(length)
-            ],
-            dtype=torch.bool,
-        )
-
     def but(self, **changes: object) -> Case:
         return replace(self, **changes)
 
@@ -339,7 +327,8 @@ class Stand:
                 temperature_len=case.temperature_len,
                 modify=MODIFY[case.mod](r, self.aux),
                 sinks=self.sinks,
-                visible=case.visible(case.lens[r]).to(self.device),
+                window=case.window,
+                chunk=case.chunk,
             )
             for r in range(len(case.lens))
         ]

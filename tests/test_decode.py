@@ -7,11 +7,16 @@ import dataclasses
 import pytest
 import torch
 
+from attnlab.backend import AttentionBackend
+from attnlab.batch import DecodeBatch
 from attnlab.eager import decode as eager_decode
 from attnlab.eager import oracle
 from attnlab.inspect.workbench import workbench
-from attnlab.memory.pool import KVView
+from attnlab.memory.cache import PagedCache
+from attnlab.memory.pool import KVPool, KVView
 from attnlab.memory.pools.unified import UnifiedPool
+from attnlab.memory.pools.window import WindowPool
+from attnlab.memory.requests import RequestTable
 from attnlab.plan.policies.seed import Seed
 from attnlab.plan.policies.static import Static
 from attnlab.plan.policies.tile import Tile
@@ -446,3 +451,59 @@ def test_what_slid_out_is_not_read_and_its_pages_may_be_anybodys(engine: str, de
         assert stand.pool.compact() > 0
         for a, b in zip(before, stand.run(), strict=True):
             assert torch.equal(a, b)
+
+
+@engines
+@pytest.mark.parametrize("pool", ["window", "unified"])
+def test_layers_of_a_hybrid_model_have_heads_and_dims_of_their_own(engine: str, device: str, pool: str) -> None:
+    """B38: full and sliding layers differ in query heads, KV heads and value dimension; linear ones keep nothing."""
+    wide = AttentionSpec(heads=8, kv_heads=2, qk_dim=32, v_dim=48, scale=0.2)
+    narrow = AttentionSpec(heads=4, kv_heads=4, qk_dim=16, v_dim=16, scale=0.25, window=20)
+    kinds = [narrow, wide, narrow]
+    model = ModelSpec(
+        name="hybrid",
+        layers=tuple(LayerSpec(index=2 * i + 1, attention=a, pool_layer=i) for i, a in enumerate(kinds)),
+        linear=(0, 2, 4),
+        context_len=128,
+        page_size=4,
+        kv_dtype=torch.float32,
+        mla=False,
+    )
+    slots, sliding = 256, 128
+    made: KVPool = (
+        WindowPool(model, num_slots=slots, sliding_slots=sliding, device=device)
+        if pool == "window"
+        else UnifiedPool(model, num_slots=slots, virtual_slots=slots, sliding_slots=sliding, device=device)
+    )
+    for layer in range(len(kinds)):
+        for x in (made.view(layer).k, made.view(layer).v):
+            poison(x)
+    table = RequestTable(max_requests=3, max_context=128, num_slots=slots, device=device)
+    cache = PagedCache(table=table, pool=made)
+    lens = (70, 33, 0)
+    rows = [cache.admit() for _ in lens]
+    drawn = [
+        [(torch.randn(n, spec.kv_heads, spec.qk_dim), torch.randn(n, spec.kv_heads, spec.v_dim)) for n in lens]
+        for spec in kinds
+    ]
+    for row, n in zip(rows, lens, strict=True):
+        cache.append(row, n)
+    for layer in range(len(kinds)):
+        for row, (k, v) in zip(rows, drawn[layer], strict=True):
+            made.write(layer, table.slots_of(row).long(), k.to(device), v.to(device))
+    for row, n in zip(rows, lens, strict=True):
+        cache.slide_out(row, query=max(0, n - 1))
+    backend = AttentionBackend(
+        model=model, pool=made, table=table, engine=engine, policy="seed", max_requests=3, multiprocessors=132
+    )
+    backend.workspace.fill(float("nan"))
+    plan = backend.plan(DecodeBatch.of(rows=rows, lens=lens, device=device))
+    for layer, spec in enumerate(kinds):
+        q = torch.randn(3, spec.heads, spec.qk_dim)
+        out = backend.decode(2 * layer + 1, q.to(device), None, None, plan, save=False)
+        for r in range(3):
+            k, v = drawn[layer][r]
+            want, _ = oracle.attention(q[r], k, v, scale=spec.scale, window=spec.window)
+            torch.testing.assert_close(out[r].cpu().double(), want, **OUTPUT[torch.float32])
+    with pytest.raises(ValueError, match="has attention in layers 1, 3, 5, got 2 .a linear-attention layer"):
+        backend.decode(2, q.to(device), None, None, plan, save=False)

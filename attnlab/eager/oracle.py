@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 Modify = Callable[[Tensor, int, Tensor, int], Tensor]
@@ -27,19 +27,29 @@ def attention(
     temperature_len: int | None = None,
     modify: Modify | None = None,
     sinks: Float[Tensor, " heads"] | None = None,
-    visible: Bool[Tensor, " keys"] | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
 ) -> tuple[Float[Tensor, "heads v_dim"], Float[Tensor, " heads"]]:
     """Return one query token's output and natural log-sum-exp, fp64, over all keys given.
 
-    Keys stand at positions 0, 1, ...; the query at `q_pos`, by default with the last key. `visible` says which of them
-    it sees, by default all. No key: output 0, LSE -inf (the sink, where there is one). The sink joins the denominator
-    only; it is neither scaled nor capped.
+    Keys stand at positions 0, 1, ...; the query at `q_pos`, by default with the last key. Of these it sees the k with
+    0 <= q_pos - k < `window`, and those of its own `chunk`, where there is one. No key: output 0, LSE -inf (the sink,
+    where there is one). The sink joins the denominator only; it is neither scaled nor capped.
     """
     heads, keys, kv_heads = q.shape[0], k.shape[0], k.shape[1]
     q, k, v = q.double(), k.double(), v.double()
     position = keys - 1 if q_pos is None else q_pos
     out = torch.zeros(heads, v.shape[2], dtype=torch.float64, device=q.device)
     lse = torch.full((heads,), -math.inf, dtype=torch.float64, device=q.device)
+    hidden = torch.zeros(keys, dtype=torch.bool, device=q.device)
+    if window is not None:
+        hidden |= torch.tensor(
+            [not 0 <= position - k_pos < window for k_pos in range(keys)], dtype=torch.bool, device=q.device
+        )
+    if chunk is not None:
+        hidden |= torch.tensor(
+            [k_pos // chunk != position // chunk for k_pos in range(keys)], dtype=torch.bool, device=q.device
+        )
     for head in range(heads):
         kv_head = head // (heads // kv_heads)
         scores = k[:, kv_head] @ q[head] * scale
@@ -49,8 +59,7 @@ def attention(
             scores = scores * (math.log2(position) / math.log2(temperature_len))
         if modify is not None:
             scores = modify(scores, position, torch.arange(keys, device=q.device), head)
-        if visible is not None:
-            scores = torch.where(visible, scores, -math.inf)
+        scores[hidden] = -math.inf
         everything = scores if sinks is None else torch.cat([scores, sinks[head].double().reshape(1)])
         if everything.numel():
             lse[head] = torch.logsumexp(everything, 0)
