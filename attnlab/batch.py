@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -42,6 +42,10 @@ class Lens(Protocol):
     @property
     def bound_total(self) -> int:
         """All requests together are no longer than this: what plans allocate by."""
+
+    @property
+    def least_each(self) -> tuple[int, ...]:
+        """Each request is at least so long: all that the host knows of it."""
 
     def validate(self) -> None:
         """Read the lengths (waits for the device) and raise ValueError where they are not what the host thinks."""
@@ -89,6 +93,11 @@ class HostLens:
         """All tokens, exactly."""
         return sum(self.values)
 
+    @property
+    def least_each(self) -> tuple[int, ...]:
+        """Each request's length, exactly."""
+        return self.values
+
     def validate(self) -> None:
         """Read the lengths (waits for the device) and raise ValueError where the host has others."""
         for i, (here, there) in enumerate(zip(self.values, self.device.tolist(), strict=True)):
@@ -100,17 +109,23 @@ class DeviceLens:
     """Lengths that only the device knows, with the caller's promise of how long they can be.
 
     A longer request than `bound_each`, or a larger sum than `bound_total`, breaks the promise: `validate()` reads
-    the lengths and says so; plans cannot, since they never wait for the device.
+    the lengths and says so; plans cannot, since they never wait for the device. `least`, where given, says for each
+    request how long it is at least: before keys may slide out of a pool, a plan must know that no query needs them.
     """
 
     device: Int[Tensor, " reqs"]
     bound_each: int
     bound_total: int
+    least: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         tensor("lens", self.device, shape=["reqs"], dtype=torch.int32)
         _tokens("bound_each", self.bound_each)
         _tokens("bound_total", self.bound_total)
+        require(
+            self.least is None or len(self.least) == self.count,
+            f"least: expected one number for each of {self.count} requests, got {len(self.least or ())}",
+        )
 
     @property
     def count(self) -> int:
@@ -122,13 +137,19 @@ class DeviceLens:
         """No request is longer than this."""
         return self.bound_each
 
+    @property
+    def least_each(self) -> tuple[int, ...]:
+        """Each request is at least so long."""
+        return (0,) * self.count if self.least is None else self.least
+
     def validate(self) -> None:
         """Read the lengths (waits for the device) and raise ValueError where they break the promised bounds."""
         values = self.device.tolist()
         for i, n in enumerate(values):
+            least = 0 if self.least is None else self.least[i]
             require(
-                0 <= n <= self.bound_each,
-                f"lens: request {i} has {n} tokens, outside 0 to bound_each {self.bound_each}",
+                least <= n <= self.bound_each,
+                f"lens: request {i} has {n} tokens, outside {least} to bound_each {self.bound_each}",
             )
         require(
             sum(values) <= self.bound_total,
@@ -191,6 +212,7 @@ class ExtendBatch:
     def __post_init__(self) -> None:
         _check_rows(self.rows, "prefix", self.prefix)
         _check_rows(self.rows, "new", self.new)
+        _check_together(self.prefix, self.new, "new")
         _check_mask(self.mask, self.prefix, self.new)
 
 
@@ -257,6 +279,7 @@ class VerifyBatch:
     def __post_init__(self) -> None:
         _check_rows(self.rows, "prefix", self.prefix)
         _check_rows(self.rows, "drafts", self.drafts)
+        _check_together(self.prefix, self.drafts, "drafts")
         tokens = self.drafts.bound_total
         hint = "one for every draft"
         tensor("depth", self.depth, shape=[tokens], dtype=torch.int32, device=self.drafts.device.device, hint=hint)
@@ -264,6 +287,7 @@ class VerifyBatch:
 
 
 Batch = DecodeBatch | ExtendBatch | VerifyBatch
+B = TypeVar("B", DecodeBatch, ExtendBatch, VerifyBatch)
 
 
 def _host_rows(rows: Sequence[int]) -> Tensor:
@@ -274,12 +298,32 @@ def _flat(numbers: Sequence[Sequence[int]], device: torch.device | str) -> Tenso
     return torch.tensor([n for mine in numbers for n in mine], dtype=torch.int32).to(device, non_blocking=True)
 
 
+def _check_together(prefix: Lens, new: Lens, name: str) -> None:
+    """Raise unless cached and new tokens are counted on one device, and are not more than offsets can hold."""
+    there, here = new.device.device, prefix.device.device
+    require(same_device(there, here), f"{name}: expected on {here} like prefix, got {there}")
+    total = prefix.bound_total + new.bound_total
+    require(total <= MAX_LEN, f"prefix, {name}: expected at most {MAX_LEN:,} tokens in all, got {total:,}")
+
+
 def _check_rows(rows: Tensor, name: str, lens: Lens) -> None:
     tensor("rows", rows, shape=["reqs"], dtype=(torch.int32, torch.int64))
     require(
         rows.shape[0] == lens.count,
         f"rows: expected one per request of {name} ({lens.count}), got {rows.shape[0]}",
     )
+
+
+def owned(batch: B) -> B:
+    """Return the batch in memory of its own, but for a custom mask: a server counts its lengths on in place."""
+    copies: dict[str, Any] = {}
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, HostLens | DeviceLens):
+            copies[field.name] = replace(value, device=value.device.clone())
+        elif isinstance(value, Tensor):
+            copies[field.name] = value.clone()
+    return replace(batch, **copies)
 
 
 def _check_mask(mask: Mask, prefix: Lens, new: Lens) -> None:

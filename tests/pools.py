@@ -56,6 +56,23 @@ def composite(spec: ModelSpec, n: int) -> KVPool:
     return UnifiedPool(spec, num_slots=n, virtual_slots=n, sliding_slots=n // 2, device=DEVICE)
 
 
+def tell_spaces_apart(pool: KVPool) -> Callable[[], None]:
+    """Make ids of the table and of storages differ; call what comes back once the pool is filled.
+
+    A pool that was only ever filled gives a token the same number everywhere, and hides a translation that is missing.
+    """
+    pool.allocator.allocate("decoy", 2 * pool.page_size)
+    if isinstance(pool, WindowPool):
+        pool.slide_out("decoy", query=10**6)
+
+    def settle() -> None:
+        pool.allocator.release("decoy")
+        if isinstance(pool, UnifiedPool):
+            pool.compact()
+
+    return settle
+
+
 Build = Callable[[ModelSpec, int], KVPool]
 
 POOLS: dict[str, tuple[tuple[AttentionSpec, ...], Build]] = {

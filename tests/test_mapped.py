@@ -45,6 +45,8 @@ def test_the_same_ids_need_no_table() -> None:
         ({"stride": 0}, "stride: expected a multiple of page_size 4, got 0"),
         ({"pages": None, "stride": 8}, "stride: expected page_size 4, got 8"),
         ({"page_size": 0}, "page_size: expected at least 1"),
+        ({"target": "a"}, "target: ids of 'a' are the same without `pages`, and others with them, got 'a'"),
+        ({"pages": None}, "target: ids of 'a' are the same without `pages`, and others with them, got 'b'"),
         ({"pages": torch.zeros(3)}, r"pages: expected \[table pages\] int64"),
     ],
 )

@@ -22,7 +22,7 @@ class EagerPlanOps:
         start = torch.where(visible < end, visible // align * align, end)
         ends = (end - start).long().cumsum(0).clamp(max=capacity)
         indptr = torch.nn.functional.pad(ends, (1, 0)).int()
-        return Extent(start=start, start_visible=start if align == 1 else visible, indptr=indptr)
+        return Extent(start=start, start_visible=visible, indptr=indptr)
 
     def gather(
         self, *, table: Tensor, rows: Tensor, start: Tensor, first: Tensor, indptr: Tensor, capacity: int

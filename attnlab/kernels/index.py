@@ -45,7 +45,7 @@ class TritonPlanOps:
                     capacity,
                     BLOCK=_BLOCK,
                 )
-        return Extent(start=start, start_visible=start if align == 1 else visible, indptr=indptr)
+        return Extent(start=start, start_visible=visible, indptr=indptr)
 
     def gather(
         self, *, table: Tensor, rows: Tensor, start: Tensor, first: Tensor, indptr: Tensor, capacity: int

@@ -69,10 +69,13 @@ class BasePool:
             f"target: expected as many ids as source, {source.shape[0]}, got {target.shape[0]}",
         )
         source, target = (ids.to(self.device, non_blocking=True) for ids in (source, target))
+        rows: dict[str, tuple[Tensor, Tensor]] = {}
         for view, translation in zip(self.views, self.translations, strict=True):
-            a, b = translation.apply(source), translation.apply(target)
-            both = (a != 0) & (b != 0)
-            copy_rows(view, torch.where(both, a, 0), torch.where(both, b, 0))  # the sink to itself: no wait to drop it
+            if translation.target not in rows:
+                a, b = translation.apply(source), translation.apply(target)
+                both = (a != 0) & (b != 0)
+                rows[translation.target] = torch.where(both, a, 0), torch.where(both, b, 0)
+            copy_rows(view, *rows[translation.target])  # the sink to itself where one has no page: no wait to drop it
 
     def kept_from(self, layer: int, owner: Hashable) -> int:
         """Return the first position of this owner that the layer's storage still holds; 0 for unknown owners."""

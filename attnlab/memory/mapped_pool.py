@@ -45,9 +45,19 @@ class MappedPool(BasePool):
         self.allocator.slide_out(owner, first=first)
 
     def kept_from(self, layer: int, owner: Hashable) -> int:
-        """Return the first position of this owner that the layer's storage still holds; 0 for unknown owners."""
+        """Return the first position of this owner that the layer's storage still holds.
+
+        Raises ValueError where nobody of that name holds slots: plans ask by row of the request table.
+        """
         home = of_layer(self.homes, layer)
-        return self.allocator.kept_from(owner, home) if home in self.allocator.storages else 0
+        if home not in self.allocator.storages:
+            return 0
+        require(
+            self.allocator.holds(owner),
+            f"owner: nobody holds slots under {owner!r}; in a {type(self).__name__} the owner of slots is the "
+            "request's row in the table (PagedCache sees to it)",
+        )
+        return self.allocator.kept_from(owner, home)
 
     def used_pages(self, storage: str) -> list[int]:
         """Return the pages of a storage that are in use, in ascending order."""

@@ -110,6 +110,10 @@ class Translation:
         fits = self.stride == self.page_size if self.pages is None else self.stride % self.page_size == 0
         wanted = f"page_size {self.page_size}" if self.pages is None else f"a multiple of page_size {self.page_size}"
         require(fits and self.stride > 0, f"stride: expected {wanted}, got {self.stride}")
+        require(
+            (self.pages is None) == (self.source == self.target),
+            f"target: ids of {self.source!r} are the same without `pages`, and others with them, got {self.target!r}",
+        )
         if self.pages is not None:
             tensor("pages", self.pages, shape=["table pages"], dtype=torch.int64)
 

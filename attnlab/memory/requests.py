@@ -18,8 +18,9 @@ class RequestTable:
 
     `slots` is `[max_requests, max_context]` int32 on the device; the host keeps each row's length. Every value
     written here was checked to be a slot of the pool, so whatever is planned from the table stays inside it.
-    Requests may share the slots of a common prefix, but not the newest, which a decode writes. A row and its slots
-    are released together: the table does not know who owns a slot, the allocator does not know who reads it.
+    Requests may share the slots of a common prefix, but not the newest, which a decode writes; and not in a pool that
+    lets keys slide out, which counts an owner's pages from its own position 0. A row and its slots are released
+    together: the table does not know who owns a slot, the allocator does not know who reads it.
 
     >>> table = RequestTable(max_requests=2, max_context=8, num_slots=16, device="cpu")
     >>> row = table.admit()
@@ -80,7 +81,7 @@ class RequestTable:
             bad.numel() == 0,
             f"slots: expected 1 to {self.num_slots - 1} (slot 0 is the sink), got {bad[:4].tolist()} for request {row}",
         )
-        self.slots[row, self.length(row) : end] = host.to(device=self.slots.device, dtype=torch.int32)
+        self.slots[row, self.length(row) : end] = host.to(torch.int32).to(self.slots.device, non_blocking=True)
         self._lengths[row] = end
 
     def check_room(self, row: int, tokens: int) -> int:

@@ -61,6 +61,10 @@ class SlotAllocator:
         """All owners, in the order in which they came."""
         return list(self._pages)
 
+    def holds(self, owner: Hashable) -> bool:
+        """Whether this owner is known: admitted, and not yet released."""
+        return owner in self._pages
+
     def tokens_of(self, owner: Hashable) -> int:
         """Slots that this owner uses (its last page may hold more)."""
         return self._tokens.get(owner, 0)
@@ -78,13 +82,11 @@ class SlotAllocator:
             free.check_room(more, owner=owner, tokens=tokens, page_size=self.page_size)
         self._pages.setdefault(owner, []).extend(self._take(more))
         self._tokens[owner] = used + tokens
-        return self.slots_of(owner)[used:]
+        return self._slots(self._pages[owner][used // self.page_size :])[used % self.page_size :][:tokens]
 
     def slots_of(self, owner: Hashable) -> Int[Tensor, " tokens"]:
         """Return all slots that this owner uses, int64 on the CPU, in position order."""
-        pages = torch.tensor(self._pages.get(owner, []), dtype=torch.int64)
-        slots = pages[:, None] * self.page_size + torch.arange(self.page_size)
-        return slots.flatten()[: self.tokens_of(owner)]
+        return self._slots(self._pages.get(owner, []))[: self.tokens_of(owner)]
 
     def truncate(self, owner: Hashable, tokens: int) -> None:
         """Keep the first `tokens` slots of `owner`; take back the whole pages beyond them.
@@ -149,6 +151,12 @@ class SlotAllocator:
 
     def _give(self, pages: Sequence[int]) -> None:
         self._free.give(pages)
+
+    def _slots(self, pages: Sequence[int]) -> Int[Tensor, " slots"]:
+        """Return the slots of pages, all of them."""
+        return (
+            torch.tensor(pages, dtype=torch.int64)[:, None] * self.page_size + torch.arange(self.page_size)
+        ).flatten()
 
     def _new_epoch(self) -> None:
         self.epoch = next(_epochs)

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnlab.batch import Batch, DecodeBatch, ExtendBatch, HostLens, Lens, VerifyBatch
+from attnlab.batch import Batch, DecodeBatch, ExtendBatch, HostLens, Lens, VerifyBatch, owned
 from attnlab.checks import require, same_device
 from attnlab.mask import Mask
 from attnlab.memory.pool import KVPool
@@ -65,11 +65,11 @@ class Planner:
         """
         match batch:
             case DecodeBatch():
-                return self._decode(batch, max_ranges)
+                return self._decode(owned(batch), max_ranges)
             case ExtendBatch():
-                return self._extend(batch)
+                return self._extend(owned(batch))
             case VerifyBatch():
-                return self._verify(batch, max_ranges)
+                return self._verify(owned(batch), max_ranges)
             case _:
                 assert_never(batch)
 
@@ -162,22 +162,35 @@ class Planner:
         if rows.device.type == "cpu":
             numbers = rows.tolist()
             table.check_holds(numbers, lens.values if isinstance(lens, HostLens) else None)
-            if isinstance(query, HostLens) and isinstance(lens, HostLens):
-                self._check_kept(numbers, [n - behind for n in query.values], lens.values)
+            self._check_kept(numbers, [n - behind for n in query.least_each], lens)
+        else:
+            self._check_nothing_slid()
         return rows.to(self.pool.device, torch.int64, non_blocking=True).clamp(0, table.max_requests - 1)
 
-    def _check_kept(self, rows: Sequence[int], queries: Sequence[int], lens: Sequence[int]) -> None:
+    def _check_kept(self, rows: Sequence[int], queries: Sequence[int], lens: Lens) -> None:
         """Raise ValueError where a storage has let go of what a first query sees, or of where a new token goes."""
+        lengths = lens.values if isinstance(lens, HostLens) else [lens.bound_max] * lens.count
         for kind, layers in self.kinds().items():
-            if not kind.sight.partial:
-                continue
-            for r, (row, query, length) in enumerate(zip(rows, queries, lens, strict=True)):
+            for r, (row, query, length) in enumerate(zip(rows, queries, lengths, strict=True)):
+                if length == 0 or not kind.sight.partial:
+                    continue
                 kept, first = self.pool.kept_from(layers[0].pool_layer, row), kind.sight.first(query)
                 if first < min(kept, length):
+                    unknown = "" if isinstance(lens, HostLens) else " if it is as short as `least` lets it be"
                     raise ValueError(
-                        f"rows: request {r} (row {row}): its query at position {query} sees back to {first} in layer "
-                        f"{layers[0].index} ({kind.sight}), but keys before {kept} have slid out of the pool"
+                        f"rows: request {r} (row {row}): its query at position {query}{unknown} sees back to {first} "
+                        f"in layer {layers[0].index} ({kind.sight}), but keys before {kept} have slid out of the pool"
                     )
+
+    def _check_nothing_slid(self) -> None:
+        """Raise ValueError where keys slid out of a storage and nobody on the host knows whose are asked for."""
+        for kind, layers in self.kinds().items():
+            gone = [row for row in self.pool.allocator.owners if self.pool.kept_from(layers[0].pool_layer, row)]
+            require(
+                not kind.sight.partial or not gone,
+                f"rows: on the device, so that nobody can tell whether layer {layers[0].index} ({kind.sight}) still "
+                f"has the keys that are asked for: those of rows {gone[:8]} have slid out; pass rows on the CPU",
+            )
 
     def _split_lanes(
         self, rows: Tensor, lens: Lens, new: _Lists, *, behind: int, max_ranges: int | None
@@ -227,7 +240,7 @@ class Planner:
         capacity = seen(batch.prefix, sight, behind=0).bound_total + batch.new.bound_total + padding
         align = ONE_PASS_TILE if sight.partial else 1
         extent = self.ops.extent(query=query, end=end, sight=sight, align=align, capacity=capacity)
-        return _Lists(extent=extent, capacity=capacity)
+        return _Lists(extent=extent, capacity=capacity, align=align)
 
     def _layout(self, rows: Tensor, layers: Sequence[LayerSpec], lists: _Lists) -> KVLayout:
         return KVLayout(
@@ -235,6 +248,7 @@ class Planner:
             start=lists.extent.start,
             start_visible=lists.extent.start_visible,
             sight=layers[0].attention.sight,
+            align=lists.align,
         )
 
     def _index(self, rows: Tensor, layers: Sequence[LayerSpec], lists: _Lists) -> KVIndex:
@@ -254,13 +268,13 @@ class Planner:
     def _queries(self, prefix: Lens, new: Lens, lists: _Lists, mask: Mask, *, depth: Tensor | None) -> Queries:
         indptr, tokens = lists.extent.indptr, lists.capacity
         cached, counts = _held(prefix), indptr.diff()
-        if tokens:
+        if tokens and prefix.count:
             number = torch.arange(tokens, dtype=torch.int32, device=indptr.device)
             request = owner_of(number, indptr)
             within = number - indptr[request] if depth is None else depth
             positions = torch.where(number < indptr[-1], cached[request] + within, 0)
         else:
-            positions = torch.zeros(0, dtype=torch.int32, device=indptr.device)
+            positions = torch.zeros(tokens, dtype=torch.int32, device=indptr.device)
         return Queries(
             indptr=indptr,
             positions=positions,
@@ -276,6 +290,7 @@ class _Lists:
 
     extent: Extent
     capacity: int
+    align: int = 1
 
 
 def _held(lens: Lens) -> Int[Tensor, " reqs"]:

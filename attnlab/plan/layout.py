@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,13 +21,15 @@ class KVLayout:
 
     Masks, windows, temperature and modifiers use positions, never list entries. Entries before position
     `start_visible[r]` are copies of the first key that a query may see: padding, so that a list begins at a tile's
-    border, which every query's sight hides; without padding `start_visible` is `start` itself. Both are int32 `[reqs]`.
+    border, which every query's sight hides. Both are int32 `[reqs]`; they differ only where `align`, the positions
+    between such borders, is more than 1.
     """
 
     index: KVIndex
     start: Int[Tensor, " reqs"]
     start_visible: Int[Tensor, " reqs"]
     sight: Sight
+    align: int = 1
 
     def __post_init__(self) -> None:
         for name, x in (("start", self.start), ("start_visible", self.start_visible)):
@@ -39,11 +42,6 @@ class KVLayout:
         start = torch.zeros(index.reqs, dtype=torch.int32, device=index.indptr.device)
         return cls(index=index, start=start, start_visible=start, sight=Sight())
 
-    @property
-    def padded(self) -> bool:
-        """Whether lists may begin with padding."""
-        return self.start_visible is not self.start
-
     def validate(self, *, num_slots: int) -> None:
         """Read the layout (waits for the device); raise ValueError where it is broken."""
         self.index.validate(num_slots=num_slots)
@@ -52,8 +50,25 @@ class KVLayout:
             self.sight.partial or bool((self.start == 0).all()),
             "start: a full layout begins at position 0",
         )
-        behind = bool((self.start_visible >= self.start).all())
-        require(behind, "start_visible: expected no position before start")
+        padding = self.start_visible - self.start
+        require(
+            bool(((padding >= 0) & (padding < self.align)).all()),
+            f"start_visible: expected start, or up to {self.align - 1} positions behind it",
+        )
+
+    def validate_sight(self, *, first_queries: Sequence[int], ends: Sequence[int]) -> None:
+        """Read the layout (waits for the device); raise ValueError unless each request's list is what it must be.
+
+        It begins with what the query at `first_queries[r]` sees, and ends before position `ends[r]`.
+        """
+        counts, starts, visible = (x.tolist() for x in (self.index.indptr.diff(), self.start, self.start_visible))
+        for r, (query, end) in enumerate(zip(first_queries, ends, strict=True)):
+            first = min(self.sight.first(query), end)
+            require(
+                visible[r] == first and starts[r] + counts[r] == end,
+                f"layout: request {r} lists positions {visible[r]} to {starts[r] + counts[r] - 1}, expected {first} to "
+                f"{end - 1}",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,6 +112,7 @@ def together(a: Lens, b: Lens) -> Lens:
         values = tuple(x + y for x, y in zip(a.values, b.values, strict=True))
         return HostLens(values=values, device=a.device + b.device)
     return DeviceLens(
+        least=tuple(x + y for x, y in zip(a.least_each, b.least_each, strict=True)),
         device=a.device + b.device,
         bound_each=a.bound_max + b.bound_max,
         bound_total=a.bound_total + b.bound_total,

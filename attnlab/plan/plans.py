@@ -51,7 +51,7 @@ class Lane(ExtendLane):
             self.layout.index.reqs == reqs,
             f"lane: the layout is of {self.layout.index.reqs} requests, the splits of {reqs}",
         )
-        require(not self.layout.padded, "lane: split kernels read every entry of a list; one with padding is not split")
+        require(self.layout.align == 1, "lane: split kernels read every entry of a list; one with padding is not split")
         expected = reqs * self.schedule.kv_heads + 1
         got = self.schedule.merge_indptr.shape[0]
         require(got == expected, f"merge_indptr: expected {expected} entries (requests x KV heads + 1), got {got}")
@@ -95,9 +95,17 @@ class DecodePlan:
         `num_slots`: slots of the storage, or of each id space by name.
         """
         self.batch.seq.validate()
+        lens = self.batch.seq.device.tolist()
         for lane in self.lanes:
             _validate_lane(lane, num_slots)
+            lane.layout.validate_sight(first_queries=[n - 1 for n in lens], ends=lens)
             lane.validate_splits()
+            last = (lane.layout.index.indptr[1:].long() - 1).tolist()
+            newest = [int(lane.layout.index.slots[at]) if n else 0 for at, n in zip(last, lens, strict=True)]
+            written = lane.write_slots.tolist()
+            require(
+                written == newest, f"write_slots: expected each request's newest slot, {newest[:8]}, got {written[:8]}"
+            )
 
     def explain(self, request: int, query: int = 0) -> tuple[Reading, ...]:
         """Return which slots a request's one query reads, in which pool, and why: a reading for every lane."""
@@ -165,8 +173,11 @@ class ExtendPlan:
     def validate(self, *, num_slots: int | Mapping[str, int]) -> None:
         """Read all tensors (waits for the device); raise ValueError where any of them is inconsistent."""
         self.queries.validate(self.batch.prefix, self.batch.new)
+        cached = self.batch.prefix.device.tolist()
+        ends = together(self.batch.prefix, self.batch.new).device.tolist() if self.one_pass else cached
         for lane in self.lanes:
-            _validate_lane(lane, num_slots)
+            _validate_lane(lane, num_slots, tokens=int(self.queries.indptr[-1]))
+            lane.layout.validate_sight(first_queries=cached, ends=ends)
 
     def explain(self, request: int, query: int) -> tuple[Reading, ...]:
         """Return which slots a query of a request reads, in which pool, and why: a reading for every lane."""
@@ -191,8 +202,10 @@ class VerifyPlan:
     def validate(self, *, num_slots: int | Mapping[str, int]) -> None:
         """Read all tensors (waits for the device); raise ValueError where any of them is inconsistent."""
         self.queries.validate(self.batch.prefix, self.batch.drafts)
+        cached = self.batch.prefix.device.tolist()
         for lane in self.lanes:
-            _validate_lane(lane, num_slots)
+            _validate_lane(lane, num_slots, tokens=int(self.queries.indptr[-1]))
+            lane.layout.validate_sight(first_queries=cached, ends=cached)
             lane.validate_splits()
 
     def explain(self, request: int, query: int) -> tuple[Reading, ...]:
@@ -245,9 +258,14 @@ def _explain(
     )
 
 
-def _validate_lane(lane: ExtendLane, num_slots: int | Mapping[str, int]) -> None:
+def _validate_lane(lane: ExtendLane, num_slots: int | Mapping[str, int], *, tokens: int = 0) -> None:
+    """Check a lane's list and write slots against its storage; the first `tokens` are live: none goes to the sink."""
     slots = num_slots if isinstance(num_slots, int) else num_slots[lane.layout.index.space]
     lane.layout.validate(num_slots=slots)
-    written = [slot for slot in lane.write_slots.tolist() if slot != 0]
-    require(len(set(written)) == len(written), f"write_slots: tokens share their slot, {written[:8]}")
-    require(all(slot < slots for slot in written), f"write_slots: expected 0 to {slots - 1}, got {max(written or [0])}")
+    written = lane.write_slots.tolist()
+    outside = [slot for slot in written if not 0 <= slot < slots]
+    require(not outside, f"write_slots: expected 0 to {slots - 1}, got {outside[:1]}")
+    lost = [i for i, slot in enumerate(written[:tokens]) if slot == 0]
+    require(not lost, f"write_slots: token {lost[:1]} is live, but goes to slot 0, the sink")
+    live = [slot for slot in written if slot != 0]
+    require(len(set(live)) == len(live), f"write_slots: tokens share their slot, {live[:8]}")

@@ -17,6 +17,9 @@ from attnlab.memory.pages import count_pages
 from attnlab.memory.pool import KVView, Translation
 from attnlab.spec import ModelSpec
 
+MOVED_AT_ONCE = 64
+"""Pages that a compaction copies at once."""
+
 
 class UnifiedPool(MappedPool):
     """Keys and values of every layer in pages that hold that page of all layers, behind `virtual_slots` slots.
@@ -87,9 +90,10 @@ class UnifiedPool(MappedPool):
         for home, envelope in self._envelopes.items():
             moves = self.allocator.compact(home)
             if moves:
-                source, target = torch.tensor(moves).to(self.device, non_blocking=True).unbind(1)
                 bits = envelope.view(torch.uint8)
-                bits[target] = bits[source]
+                # No page is a target and a source, so they may be copied in turns, and little memory is needed for it.
+                for some in torch.tensor(moves).to(self.device, non_blocking=True).split(MOVED_AT_ONCE):
+                    bits[some[:, 1]] = bits[some[:, 0]]
             moved += len(moves)
         return moved
 
