@@ -99,6 +99,30 @@ def test_an_unknown_exercise_is_named() -> None:
         ("04-2", 32, "fewer would do"),
         ("04-3", "tile", "2,048, 96 and 700 keys: the one of 97 has a range of 97 keys; at most 96"),
         ("04-3", "nobody's", "policy: expected one of seed"),
+        ("08-1", [84, 85, 104], "(a) is one too early. The 100 cached tokens stand at 0 to 99, the new one at 100"),
+        ("08-1", [0, 85, 104], "(a): the query stands at 100, and sees 16 keys with its own"),
+        ("08-1", [85, 104, 104], "(b): one list serves all queries"),
+        ("08-1", [85, 84, 104], "(b): the list begins where the first new query looks back to"),
+        ("08-1", [85, 85, 85], "(c): the window moves along. The last of 20 queries stands at 119"),
+        ("08-1", [85, 85, 105], "(c) is off by one"),
+        ("08-1", [85, 85], "a list of three positions, (a), (b) and (c), got [85, 85]"),
+        ("08-2", [-1, 0, 1, 2, 3], "Draft 3 has depth 3, so it stands at position 11 and sees back to 8"),
+        ("08-2", [-1, 0, 0, 0, 0], "the deepest has depth 1 only"),
+        ("08-2", [-1, 0, 0], "There should be 5 drafts, got 3 parents"),
+        ("08-2", [-1, 2, 0, 0, 0], "parents: draft 1: expected an earlier draft, 0 to 0, got 2"),
+        ("15-1", [143, 144], "a page of 16 is freed as a whole"),
+        ("15-1", [128, 128], "The window of 50 counts the query's own key: 193 sees back to 144"),
+        ("15-1", [144, 144], "You rounded up: the query at 192 still sees keys of the page"),
+        ("15-1", [150, 150], "both are multiples of 16"),
+        ("15-1", [112, 128], "Which is the first key that each query sees"),
+        ("15-1", [144], "a list of two positions, one for each query, got [144]"),
+        (
+            "15-2",
+            47,
+            "Keys before 40 are gone. Where no draft is kept, the next token stands at 40 and sees back to 33",
+        ),
+        ("15-2", 43, "Keys before 36 are gone"),
+        ("15-2", 31, "keys from 24 on are kept, and no query from position 40 on sees those before 33"),
     ],
 )
 def test_a_typical_mistake_gets_a_hint(number: str, answer: object, hint: str) -> None:
@@ -116,6 +140,10 @@ def test_a_typical_mistake_gets_a_hint(number: str, answer: object, hint: str) -
         ("02-1", [torch.tensor(2), torch.tensor(31)]),
         ("03-1", torch.tensor(0.75)),
         ("04-1", torch.tensor(5)),
+        ("08-1", torch.tensor([85, 85, 104])),
+        ("08-2", torch.tensor([-1, 0, 1, 1, 0])),
+        ("15-1", torch.tensor([128, 144])),
+        ("15-2", torch.tensor(42)),
     ],
 )
 def test_a_tensor_is_as_good_as_the_number_or_list_that_it_holds(number: str, answer: object) -> None:
@@ -268,3 +296,87 @@ def test_an_even_policy(mistake: str) -> None:
         return [rule(n) for n in lens]
 
     assert hint in said("04-3", "mine")
+
+
+# The list of a window
+
+
+def listed(
+    *, back: int = 1, floor: int = 0, both: Callable[..., int] = max, own: int = 1, chunked: bool = True, row: int = 0
+) -> Callable[..., Any]:
+    """A list that begins so many keys behind where the window ends, and ends so many behind the query."""
+
+    def visible(slots: list[int], position: int, window: int | None, chunk: int | None) -> Any:
+        firsts = [] if window is None else [max(floor, position - window + back)]
+        firsts += [position // chunk * chunk] if chunk is not None and chunked else []
+        start = both([*firsts, 0] if len(firsts) < 1 else firsts)
+        return start, slots[start + row : position + own + row]
+
+    return visible
+
+
+LISTS: dict[str, tuple[Callable[..., Any], str]] = {
+    "right": (listed(), "yes"),
+    "a radius": (
+        listed(back=0),
+        "expected start 2, got 1. A window of 4 counts the query's own key: 3 come before it.",
+    ),
+    "a negative start": (listed(floor=-99), "A request shorter than its window begins at 0"),
+    "the wider of two": (listed(both=min), "A key must be within both limits, so the later of the two beginnings"),
+    "no chunk": (listed(chunked=False), "The chunk hides keys, too: it begins at a multiple of 8"),
+    "without its own": (listed(own=0), "The query's own key is one of those that it sees"),
+    "what comes behind": (listed(own=2), "What stands behind the query is not seen"),
+    "the wrong slots": (listed(row=1), "The slot of position p is slots[p]"),
+    "a chunk that moves along": (
+        lambda slots, p, w, c: (start := max(0, p - min(w or 99, c or 99) + 1), slots[start : p + 1]),
+        "That is a window of 8. A chunk begins at a multiple of 8",
+    ),
+    "no pair": (lambda slots, p, w, c: slots[max(0, p - 3) : p + 1], "expected 2 things, (start, slots), got"),
+    "the pair turned round": (lambda slots, p, w, c: ([slots[p]], p), "start should be one position, got [5]"),
+}
+
+
+@pytest.mark.parametrize("mistake", LISTS)
+def test_the_list_of_a_window(mistake: str) -> None:
+    answer, hint = LISTS[mistake]
+    assert hint in said("08-3", answer)
+
+
+# Translation
+
+
+def through(stored: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor, int], Tensor]:
+    return lambda ids, pages, size: stored(pages[ids // size]) * size + ids % size
+
+
+TRANSLATIONS: dict[str, tuple[Callable[..., Any], str]] = {
+    "right": (
+        lambda ids, pages, size: torch.where(pages[ids // size] < 0, 0, pages[ids // size] * size + ids % size),
+        "yes",
+    ),
+    "-1 is no page": (through(lambda page: page), "slot 8 became -4, expected 0. Its page 2 has -1 behind it"),
+    "the places of page 0": (
+        through(lambda page: page.clamp(min=0)),
+        "slot 9 became 1, expected 0. All slots of a page without one behind it become 0: one slot",
+    ),
+    "only the page": (
+        lambda ids, pages, size: pages[ids // size].clamp(min=0) * size,
+        "slot 1 became 0, expected 1. It is in page 0, behind which stands page 0; at which place in it?",
+    ),
+    "a list for a matrix": (
+        lambda ids, pages, size: torch.where(
+            pages[ids // size] < 0, 0, pages[ids // size] * size + ids % size
+        ).flatten(),
+        "expected shape [3, 4], as ids has, got [12]",
+    ),
+    "one slot at a time": (
+        lambda ids, pages, size: int(pages[ids // size]),
+        "of shape [32], pages [0, 3, -1, 1, 2, -1, 5, 4] and page size 4: it raised ValueError",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", TRANSLATIONS)
+def test_a_translation(mistake: str) -> None:
+    answer, hint = TRANSLATIONS[mistake]
+    assert hint in said("15-3", answer)

@@ -125,3 +125,40 @@ def even(lens, ctx):
 
 
 attnlab.show(cut("even", [5, 64, 200, 1], ctx))
+
+# %% 08-1
+# The new token stands at 100, and 15 keys before it are in its window: 85. An extend's list begins where its first
+# query looks back to, which stands at 100 as well. The last of 20 stands at 119.
+answer_08_1 = [85, 85, 104]
+
+# %% 08-2
+# A draft of depth d stands at 8 + d and sees back to 5 + d, so that depth 2 is the last that still sees key 7.
+answer_08_2 = [-1, 0, 0, 1, 1]
+
+
+# %% 08-3
+def visible(slots, position, window, chunk):
+    """Return (start, slots) of the keys that a query at this position sees."""
+    start = 0
+    if window is not None:
+        start = max(start, position - window + 1)
+    if chunk is not None:
+        start = max(start, position // chunk * chunk)
+    return start, slots[start : position + 1]
+
+
+# %% 15-1
+# The query at 192 sees back to 143, which is in the page that begins at 128. The one at 193 sees back to 144, where a
+# page begins.
+answer_15_1 = [128, 144]
+
+# %% 15-2
+# Where no draft is kept, the next token stands at 40. Up to 42 no other page is freed.
+answer_15_2 = 40
+
+
+# %% 15-3
+def translate_all(ids, pages, page_size):
+    """Return the storage's slots behind slots of the table."""
+    stored = pages[ids // page_size]
+    return torch.where(stored >= 0, stored * page_size + ids % page_size, 0)
