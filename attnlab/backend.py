@@ -168,8 +168,8 @@ class AttentionBackend:
     def _lane(self, layer: int, plan: DecodePlan) -> Lane:
         require(
             plan.epoch == self.pool.epoch,
-            f"plan: made for another state of the pool (epoch {plan.epoch}, now {self.pool.epoch}): slots were freed or "
-            "moved since, or the plan belongs to another backend; plan again",
+            f"plan: made for another state of the pool (epoch {plan.epoch}, now {self.pool.epoch}): slots were freed "
+            "or moved since, or the plan belongs to another backend; plan again",
         )
         return plan.lane(layer)
 

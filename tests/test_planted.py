@@ -26,7 +26,15 @@ pytestmark = [
 
 
 def test_there_are_patches() -> None:
-    assert len(PATCHES) >= 25
+    assert len(PATCHES) >= 50
+
+
+def test_every_number_of_a_patch_is_explained() -> None:
+    table = (ROOT / "tests/planted/README.md").read_text(encoding="utf-8")
+    numbers = {
+        patch.stem.split("-")[0].upper() for patch in PATCHES if patch.stem[:1] == "b" and patch.stem[1:3].isdigit()
+    }
+    assert numbers and not [number for number in numbers if number not in table]
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
