@@ -166,6 +166,7 @@ class AttentionBackend:
         return self.workspace.partials(count=lane.schedule.partials, group=spec.group, v_dim=spec.v_dim)
 
     def _lane(self, layer: int, plan: DecodePlan) -> Lane:
+        require(isinstance(plan, DecodePlan), f"plan: expected a DecodePlan, got {type(plan).__name__}", TypeError)
         require(
             plan.epoch == self.pool.epoch,
             f"plan: made for another state of the pool (epoch {plan.epoch}, now {self.pool.epoch}): slots were freed "

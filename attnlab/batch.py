@@ -8,7 +8,7 @@ a length back.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnlab.checks import require, same_device, tensor
+from attnlab.checks import describe, require, same_device, tensor
 from attnlab.mask import CAUSAL, Causal, CustomMask, Mask, depths
 
 MAX_LEN = 2**30
@@ -63,11 +63,16 @@ class HostLens:
     device: Int[Tensor, " reqs"]
 
     def __post_init__(self) -> None:
+        whole = all(type(n) is int for n in self.values)
+        require(whole, f"values: expected ints, got {self.values[:8]!r}", TypeError)
+        require(min(self.values, default=0) >= 0, f"values: expected no length below 0, got {self.values[:8]}")
         tensor("lens", self.device, shape=[len(self.values)], dtype=torch.int32)
 
     @classmethod
     def of(cls, lens: Sequence[int], *, device: torch.device | str) -> HostLens:
         """Check the lengths and copy them to the device, once."""
+        if not isinstance(lens, Iterable):
+            raise TypeError(f"lens: expected a list of lengths, one per request, got {lens!r}")
         values = tuple(_tokens(f"lens: request {i}", n) for i, n in enumerate(lens))
         require(
             sum(values) <= MAX_LEN,
@@ -243,7 +248,7 @@ class VerifyBatch:
         >>> VerifyBatch.chain(rows=[0, 1], prefix=[7, 9], drafts=3, device="cpu").depth.tolist()
         [0, 1, 2, 0, 1, 2]
         """
-        counts = [drafts] * len(rows) if isinstance(drafts, int) else list(drafts)
+        counts = list(drafts) if isinstance(drafts, Sequence) else [drafts] * len(rows)
         new = HostLens.of(counts, device=device)
         return cls(
             rows=_host_rows(rows),
@@ -267,13 +272,19 @@ class VerifyBatch:
         >>> VerifyBatch.tree(rows=[0], prefix=[8], parents=[[-1, 0, 0]], device="cpu").depth.tolist()
         [0, 1, 1]
         """
-        mask = CustomMask.of_trees(parents, cached=prefix, device=device)
+        cached = HostLens.of(prefix, device=device)
+        drafts = HostLens.of([len(tree) for tree in parents], device=device)
+        pairs = sum(n * (p + n) for p, n in zip(cached.values, drafts.values, strict=False))
+        require(
+            pairs <= MAX_LEN,
+            f"parents: their mask would have {pairs:,} bits, expected at most {MAX_LEN:,}; verify fewer drafts at once",
+        )
         return cls(
             rows=_host_rows(rows),
-            prefix=HostLens.of(prefix, device=device),
-            drafts=HostLens.of([len(tree) for tree in parents], device=device),
+            prefix=cached,
+            drafts=drafts,
             depth=_flat([depths(tree) for tree in parents], device),
-            mask=mask,
+            mask=CustomMask.of_trees(parents, cached=cached.values, device=device),
         )
 
     def __post_init__(self) -> None:
@@ -308,10 +319,18 @@ def _check_together(prefix: Lens, new: Lens, name: str) -> None:
 
 def _check_rows(rows: Tensor, name: str, lens: Lens) -> None:
     tensor("rows", rows, shape=["reqs"], dtype=(torch.int32, torch.int64))
+    given = isinstance(lens, HostLens | DeviceLens)
+    require(given, f"{name}: expected HostLens or DeviceLens, got {describe(lens)}", TypeError)
     require(
         rows.shape[0] == lens.count,
         f"rows: expected one per request of {name} ({lens.count}), got {rows.shape[0]}",
     )
+
+
+def lens_of(batch: Batch) -> list[Lens]:
+    """Return all lengths of a batch."""
+    values = (getattr(batch, field.name) for field in fields(batch))
+    return [value for value in values if isinstance(value, HostLens | DeviceLens)]
 
 
 def owned(batch: B) -> B:

@@ -90,7 +90,7 @@ class Sight:
 
     def __str__(self) -> str:
         parts = [f"{name} {n:,}" for name, n in (("window", self.window), ("chunk", self.chunk)) if n is not None]
-        return " and ".join(parts) or "all keys"
+        return (" and ".join(parts) or "all keys") + ("" if self.causal else ", both ways")
 
 
 def _larger(a: T, b: T) -> T:
@@ -206,7 +206,7 @@ class ModelSpec:
     def layer(self, index: int) -> LayerSpec:
         """Return the layer of that number; raise ValueError with the numbers that exist."""
         for layer in self.layers:
-            if layer.index == index:
+            if layer.index == index and not isinstance(index, bool):
                 return layer
         known = _spans([layer.index for layer in self.layers])
         note = " (a linear-attention layer, which keeps no KV)" if index in self.linear else ""
@@ -314,6 +314,10 @@ FACTS = ("layers", "q_heads", "kv_heads", "qk_dim", "v_dim", "sm_scale", "window
 
 def _filled(row: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     """Return the row with its gaps filled; nothing that the data know is overwritten."""
+    pattern = facts.get("pattern", row["pattern"]) or ""
+    for field, letter in (("window", "S"), ("chunk", "C")):
+        used = field not in facts or not isinstance(pattern, str) or letter in pattern
+        require(used, f"{field}: no layer of model {row['name']!r} has one (its pattern is {pattern!r})")
     for field, value in facts.items():
         require(field in FACTS, f"{field}: no fact of a model that could be filled; these can: {', '.join(FACTS)}")
         known = row[field]

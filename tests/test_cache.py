@@ -364,3 +364,41 @@ MACHINES = (CacheMachine, UnifiedMachine, UnifiedSlidingMachine, UnifiedLatentMa
 for _machine in MACHINES:
     _machine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
 TestWindow, TestUnified, TestUnifiedSliding, TestUnifiedLatent = (machine.TestCase for machine in MACHINES)
+
+
+@pytest.mark.parametrize("row", [True, 1.0, "1", None])
+@pytest.mark.parametrize("call", ["append", "truncate", "release", "slide_out"])
+def test_a_row_is_a_whole_number(row: Any, call: str) -> None:
+    """True and 1.0 are equal to 1, and would be found in a dict."""
+    cache = cached(built("window", pages=20))
+    rows = [cache.admit(), cache.admit()]
+    for each in rows:
+        cache.append(each, 3)
+    before = cache.table.slots.clone()
+    arguments: dict[str, tuple[Any, ...]] = {"append": (1,), "truncate": (0,), "release": (), "slide_out": ()}
+    with pytest.raises(TypeError, match="row: expected an int, got"):
+        getattr(cache, call)(row, *arguments[call], **({"query": 1} if call == "slide_out" else {}))
+    assert torch.equal(cache.table.slots, before)
+    cache.check_integrity()
+
+
+def test_a_row_whose_slots_somebody_else_gave_is_refused() -> None:
+    cache = cached(built("window", pages=20))
+    cache.pool.allocator.allocate(0, 3)
+    with pytest.raises(RuntimeError, match="row: 0 is free in the table, but owns slots of the pool"):
+        cache.admit()
+    assert cache.table.rows == []
+
+
+def test_what_the_allocator_refuses_leaves_the_table_as_it_was() -> None:
+    cache = cached(built("window", pages=20))
+    row = cache.admit()
+    cache.append(row, 12)
+    cache.pool.allocator.truncate(row, 5)
+    with pytest.raises(ValueError, match="tokens: expected at most the 5"):
+        cache.truncate(row, 10)
+    assert cache.table.length(row) == 12
+    cache.pool.allocator.release(row)
+    with pytest.raises(ValueError, match="holds no slots"):
+        cache.release(row)
+    assert cache.table.rows == [row]

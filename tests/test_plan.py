@@ -171,7 +171,7 @@ def host_policy(ranges: Any, *, max_ranges: int = 4) -> HostPolicy:
 
 def split(ranges: list[list[tuple[int, int]]]) -> SplitPlan:
     lens = [mine[-1][1] if mine else 0 for mine in ranges]
-    return splits_of_host(host_policy(ranges, max_ranges=64), lens, CTX, torch.device(DEVICE))
+    return splits_of_host(host_policy(ranges, max_ranges=64), lens, CTX, ints(lens))
 
 
 @given(ranges=cut_batches())
@@ -207,7 +207,7 @@ def test_a_host_policys_ranges_arrive_unchanged(ranges: list[list[tuple[int, int
 )
 def test_a_host_policy_that_is_wrong_is_told_before_anything_runs(ranges: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        splits_of_host(host_policy(ranges, max_ranges=3), [10, 0], CTX, torch.device(DEVICE))
+        splits_of_host(host_policy(ranges, max_ranges=3), [10, 0], CTX, ints([10, 0]))
 
 
 def test_a_host_policy_may_answer_in_numpy_and_cannot_change_the_lengths() -> None:
@@ -218,7 +218,7 @@ def test_a_host_policy_may_answer_in_numpy_and_cannot_change_the_lengths() -> No
 
     policy = HostPolicy(name="mine", rule=rule, max_ranges=1)
     lens = [3, 4]
-    plan = splits_of_host(policy, lens, CTX, torch.device(DEVICE))
+    plan = splits_of_host(policy, lens, CTX, ints(lens))
     assert plan.to_host().ranges == (((0, 3),), ((0, 4),)) and lens == [3, 4]
 
 

@@ -519,7 +519,7 @@ def test_slots_of_another_owner_than_the_row_are_refused(pool: str) -> None:
     row = server.table.admit()
     server.table.append(row, server.pool.allocator.allocate("somebody", 3))
     with pytest.raises(
-        ValueError, match=f"owner: nobody holds slots under {row}; in a .*Pool the owner of slots is the"
+        ValueError, match=f"owner: 3 slots are asked for under {row}, who owns 0; in a .*Pool the owner of"
     ):
         server.plan(DecodeBatch.of(rows=[row], lens=[3], device=DEVICE))
 
@@ -591,3 +591,104 @@ def test_batches_are_of_one_device_and_no_longer_than_offsets_hold() -> None:
 def test_least_is_one_number_for_every_request() -> None:
     with pytest.raises(ValueError, match="least: expected one number for each of 2 requests, got 1"):
         DeviceLens(device=torch.zeros(2, dtype=torch.int32), bound_each=4, bound_total=8, least=(1,))
+
+
+def test_decode_takes_the_plan_of_a_decode() -> None:
+    server = Server([10])
+    backend, q = server.backend(), torch.ones(1, 4, 8, device=DEVICE)
+    verify = backend.plan(VerifyBatch.chain(rows=server.rows, prefix=[9], drafts=1, device=DEVICE))
+    for plan in (verify, None):
+        with pytest.raises(TypeError, match="plan: expected a DecodePlan, got (VerifyPlan|NoneType)"):
+            backend.decode(0, q, None, None, plan, save=False)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="batch: expected a DecodeBatch, ExtendBatch or VerifyBatch, got NoneType"):
+        backend.plan(None)  # type: ignore[call-overload]
+
+
+def test_ranges_of_a_host_policy_end_where_the_lists_do() -> None:
+    """Lengths on the host that are not those of the device must not make a kernel read the next request's keys."""
+    server = Server([10, 10])
+    halves = HostPolicy(name="halves", rule=lambda lens, ctx: [[(0, n // 2), (n // 2, n)] for n in lens], max_ranges=2)
+    lying = HostLens(values=(10, 10), device=torch.tensor([4, 10], dtype=torch.int32, device=DEVICE))
+    plan = server.backend(policy=halves).plan(DecodeBatch(rows=torch.tensor(server.rows), seq=lying))
+    splits = plan.lane(0).splits
+    assert splits.start.tolist() == [0, 4, 0, 5] and splits.end.tolist() == [4, 4, 5, 10]
+
+
+@pytest.mark.parametrize("pool", ["window", "unified"])
+def test_a_shared_prefix_is_refused_where_keys_slide_out(pool: str) -> None:
+    server = Server([16], pool=pool, page_size=4, window=8)
+    slots = server.table.slots_of(server.rows[0])
+    other = server.cache.admit()
+    server.table.append(other, slots[:8].cpu())
+    server.table.append(other, server.pool.allocator.allocate(other, 1))
+    with pytest.raises(ValueError, match=f"owner: 9 slots are asked for under {other}, who owns 1; .* not shared"):
+        server.plan(DecodeBatch.of(rows=[other], lens=[9], device=DEVICE))
+
+
+def test_a_prefix_that_the_host_knows_is_checked_by_itself() -> None:
+    server = Server([20], window=8)
+    new = DeviceLens(device=torch.tensor([1], dtype=torch.int32, device=DEVICE), bound_each=1, bound_total=1)
+    batch = ExtendBatch(rows=torch.tensor(server.rows), prefix=HostLens.of([50], device=DEVICE), new=new)
+    with pytest.raises(ValueError, match="seq: request 0 asks for 50 tokens, row 0 of the table holds 20"):
+        server.plan(batch)
+
+
+def test_a_layer_that_sees_all_keys_cannot_live_where_they_slide_out() -> None:
+    server = Server([64], pool="window", page_size=4, window=8)
+    server.cache.slide_out(server.rows[0], query=64)
+    first, second = server.model.layers
+    swapped = tuple(dataclasses.replace(a, pool_layer=b.pool_layer) for a, b in ((first, second), (second, first)))
+    server.model = dataclasses.replace(server.model, layers=swapped)
+    with pytest.raises(ValueError, match="sees back to 0 in layer 0 .all keys., but keys before 56 have slid out"):
+        server.plan(DecodeBatch.of(rows=server.rows, lens=[64], device=DEVICE))
+
+
+def test_loose_bounds_of_all_tokens_are_held_to_those_of_each() -> None:
+    server = Server([20])
+    lens = DeviceLens(device=torch.tensor([20], dtype=torch.int32, device=DEVICE), bound_each=20, bound_total=2**24)
+    assert server.backend().plan(DecodeBatch(rows=torch.tensor(server.rows), seq=lens)).lane(
+        0
+    ).layout.index.slots.shape == (20,)
+
+
+def test_a_mask_that_is_too_short_is_found() -> None:
+    server = Server([10, 13])
+    lens = [
+        DeviceLens(device=torch.tensor(n, dtype=torch.int32, device=DEVICE), bound_each=16, bound_total=32)
+        for n in ([8, 10], [2, 3])
+    ]
+    mask = CustomMask(bits=torch.ones(3, dtype=torch.uint8, device=DEVICE))
+    batch = ExtendBatch(rows=torch.tensor(server.rows), prefix=lens[0], new=lens[1], mask=mask)
+    with pytest.raises(ValueError, match="mask: expected 59 bits, got 3"):
+        server.plan(batch)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "error"),
+    [([2**33], "lens: request 0: expected 0 to"), ([-1], "0 to 1,073,741,824"), ([2**29], "their mask")],
+)
+def test_a_trees_prefix_is_checked_before_its_mask_is_made(prefix: list[int], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        VerifyBatch.tree(rows=[0], prefix=prefix, parents=[[-1, 0, 0]], device=DEVICE)
+
+
+def test_lengths_are_whole_numbers_however_they_are_made() -> None:
+    for values, error in (((-3,), ValueError), ((2.5,), TypeError), ((True,), TypeError)):
+        with pytest.raises(error, match="values: expected"):
+            HostLens(values=values, device=torch.zeros(1, dtype=torch.int32))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="seq: expected HostLens or DeviceLens, got NoneType"):
+        DecodeBatch(rows=torch.tensor([0]), seq=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("request_", [True, None, "a", 1.0])
+def test_explain_takes_numbers(request_: Any) -> None:
+    server = Server([9])
+    plan = server.plan(ExtendBatch.of(rows=server.rows, prefix=[4], new=[5], device=DEVICE))
+    with pytest.raises(TypeError, match="request: expected an int, got"):
+        plan.explain(request_, 0)
+
+
+def test_explain_names_the_rule_that_set_the_bound() -> None:
+    server = Server([30], window=500, chunk=10)
+    plan = server.plan(DecodeBatch.of(rows=server.rows, lens=[26], device=DEVICE))
+    assert "its chunk of 10 began at 20" in plan.explain(0)[1].why

@@ -8,6 +8,7 @@ from torch import Tensor
 from attnlab import mask
 from attnlab.memory.pool import Translation
 from attnlab.plan.layout import Extent
+from attnlab.plan.ops import check_joined
 from attnlab.plan.policy import SplitContext, SplitPolicy, SplitSizes
 from attnlab.plan.splits import offsets_of, owner_of
 from attnlab.spec import Sight
@@ -40,6 +41,8 @@ class EagerPlanOps:
         self, *, first: Tensor, first_indptr: Tensor, second: Tensor, second_indptr: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return each request's entries of `first`, then those of `second`, and the offsets."""
+        check_joined(first_indptr, second_indptr)
+        first_indptr, second_indptr = first_indptr.clamp(max=first.shape[0]), second_indptr.clamp(max=second.shape[0])
         indptr = offsets_of(first_indptr.diff() + second_indptr.diff())
         joined = torch.zeros(first.shape[0] + second.shape[0], dtype=torch.int64, device=first.device)
         for ids, own, shift in ((first, first_indptr, second_indptr[:-1]), (second, second_indptr, first_indptr[1:])):

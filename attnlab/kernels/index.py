@@ -9,6 +9,7 @@ from attnlab._triton import jit, tl
 from attnlab.kernels.target import launching_on
 from attnlab.memory.pool import Translation
 from attnlab.plan.layout import Extent
+from attnlab.plan.ops import check_joined
 from attnlab.plan.policy import SplitContext, SplitPolicy, SplitSizes
 from attnlab.spec import Sight
 
@@ -73,12 +74,23 @@ class TritonPlanOps:
         Shapes: lists of any length, offsets `[reqs + 1]`. Grid: one program per request.
         Reads/writes: live entries alone; the tail of the result is 0.
         """
+        check_joined(first_indptr, second_indptr)
         joined = torch.zeros(first.shape[0] + second.shape[0], dtype=torch.int64, device=first.device)
         reqs = first_indptr.shape[0] - 1
         indptr = torch.zeros(reqs + 1, dtype=torch.int32, device=first.device)
         if reqs:
             with launching_on(self.device):
-                _join_kernel[(reqs,)](first, first_indptr, second, second_indptr, joined, indptr, BLOCK=_BLOCK)
+                _join_kernel[(reqs,)](
+                    first,
+                    first_indptr,
+                    second,
+                    second_indptr,
+                    joined,
+                    indptr,
+                    first.shape[0],
+                    second.shape[0],
+                    BLOCK=_BLOCK,
+                )
         return joined, indptr
 
     def translate(self, ids: Tensor, indptr: Tensor, translation: Translation) -> Tensor:
@@ -89,8 +101,9 @@ class TritonPlanOps:
         """
         pages = translation.pages
         if pages is None:
-            return ids
-        translated = torch.zeros_like(ids)
+            live = torch.arange(ids.shape[0], device=ids.device) < indptr[-1]
+            return torch.where(live, ids.long(), 0)
+        translated = torch.zeros_like(ids, dtype=torch.int64)
         if ids.shape[0]:
             with launching_on(self.device):
                 _translate_kernel[(-(-ids.shape[0] // _BLOCK),)](
@@ -179,7 +192,7 @@ def _gather_kernel(
         tl.store(ids_ptr + entry, id.to(tl.int64), mask=live)
 
 
-@jit
+@jit(do_not_specialize=("first_length", "second_length"))
 def _join_kernel(
     first_ptr,
     first_indptr_ptr,
@@ -187,14 +200,16 @@ def _join_kernel(
     second_indptr_ptr,
     joined_ptr,
     indptr_ptr,
+    first_length,
+    second_length,
     BLOCK: tl.constexpr,
 ):
-    # Reference: build_unified_kv_indices.
+    # Reference: build_unified_kv_indices. Offsets beyond a list would be read and written beyond it: they are held.
     req = tl.program_id(0)
-    first_start = tl.load(first_indptr_ptr + req)
-    first_end = tl.load(first_indptr_ptr + req + 1)
-    second_start = tl.load(second_indptr_ptr + req)
-    second_end = tl.load(second_indptr_ptr + req + 1)
+    first_start = tl.minimum(tl.load(first_indptr_ptr + req), first_length)
+    first_end = tl.minimum(tl.load(first_indptr_ptr + req + 1), first_length)
+    second_start = tl.minimum(tl.load(second_indptr_ptr + req), second_length)
+    second_end = tl.minimum(tl.load(second_indptr_ptr + req + 1), second_length)
     tl.store(indptr_ptr + req + 1, (first_end + second_end).to(tl.int32))
     for at in range(first_start, first_end, BLOCK):
         entry = at + tl.arange(0, BLOCK)

@@ -50,6 +50,12 @@ class PagedCache:
     def admit(self) -> int:
         """Return a free row, the lowest. Raises RuntimeError where all are in use."""
         row = self.table.admit()
+        if self.pool.allocator.holds(row):
+            self.table.release(row)
+            raise RuntimeError(
+                f"row: {row} is free in the table, but owns slots of the pool: somebody else gave them, or another "
+                "cache over the same pool did; one cache a pool"
+            )
         self.pool.allocator.allocate(row, 0)
         return row
 
@@ -82,8 +88,9 @@ class PagedCache:
 
     def truncate(self, row: int, length: int) -> None:
         """Keep a request's first `length` tokens; the pages beyond are free again."""
-        self.table.truncate(row, length)
+        self.table.check_held(row, length)
         self.pool.allocator.truncate(row, length)
+        self.table.truncate(row, length)
 
     def slide_out(self, row: int, *, query: int) -> None:
         """Free what no query of this request at position `query` or later sees. ValueError where nothing can slide."""
@@ -92,8 +99,9 @@ class PagedCache:
 
     def release(self, row: int) -> None:
         """Free a request's row and all its slots."""
-        self.table.release(row)
+        self.table.length(row)
         self.pool.allocator.release(row)
+        self.table.release(row)
 
     def check_integrity(self) -> None:
         """Raise RuntimeError where a page is lost or shared, or where the table says otherwise than the allocator."""

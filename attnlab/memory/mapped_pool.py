@@ -44,18 +44,20 @@ class MappedPool(BasePool):
         first = {name: min(sight.first(query) for sight in sights) for name, sights in sliding.items()}
         self.allocator.slide_out(owner, first=first)
 
-    def kept_from(self, layer: int, owner: Hashable) -> int:
+    def kept_from(self, layer: int, owner: Hashable, *, holding: int = 0) -> int:
         """Return the first position of this owner that the layer's storage still holds.
 
-        Raises ValueError where nobody of that name holds slots: plans ask by row of the request table.
+        Raises ValueError where nobody of that name holds so many slots: plans ask by row of the request table, and a
+        page of the storage belongs to one owner, so that requests cannot share a prefix here.
         """
         home = of_layer(self.homes, layer)
         if home not in self.allocator.storages:
             return 0
+        held = self.allocator.tokens_of(owner)
         require(
-            self.allocator.holds(owner),
-            f"owner: nobody holds slots under {owner!r}; in a {type(self).__name__} the owner of slots is the "
-            "request's row in the table (PagedCache sees to it)",
+            self.allocator.holds(owner) and held >= holding,
+            f"owner: {holding} slots are asked for under {owner!r}, who owns {held}; in a {type(self).__name__} the "
+            "owner of slots is the request's row in the table, and prefixes are not shared (PagedCache sees to both)",
         )
         return self.allocator.kept_from(owner, home)
 

@@ -87,5 +87,6 @@ def count_pages(name: str, num_slots: int, page_size: int) -> int:
 
 def check_count(name: str, count: int) -> int:
     """Return `count`, an int of at least 0, or raise."""
-    require(isinstance(count, int) and count >= 0, f"{name}: expected an int of at least 0, got {count!r}")
+    is_int = isinstance(count, int) and not isinstance(count, bool)
+    require(is_int and count >= 0, f"{name}: expected an int of at least 0, got {count!r}")
     return count

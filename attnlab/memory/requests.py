@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -57,6 +58,7 @@ class RequestTable:
 
     def length(self, row: int) -> int:
         """Tokens of this request. Raises ValueError where the row is free."""
+        check_row(row)
         require(row in self._lengths, f"row: {row!r} is not in use; rows in use are {self.rows}")
         return self._lengths[row]
 
@@ -118,11 +120,16 @@ class RequestTable:
         """Return the slots of a request's tokens, in position order: a view of the table."""
         return self.slots[row, : self.length(row)]
 
-    def truncate(self, row: int, length: int) -> None:
-        """Keep a request's first `length` tokens; what it held beyond is set back to the sink."""
+    def check_held(self, row: int, length: int) -> int:
+        """Return how many tokens a request holds; raise ValueError unless these are at least `length`."""
         held = self.length(row)
         check_count("length", length)
         require(length <= held, f"length: expected at most the {held} tokens of request {row}, got {length}")
+        return held
+
+    def truncate(self, row: int, length: int) -> None:
+        """Keep a request's first `length` tokens; what it held beyond is set back to the sink."""
+        held = self.check_held(row, length)
         self.slots[row, length:held] = 0
         self._lengths[row] = length
 
@@ -131,3 +138,12 @@ class RequestTable:
         self.truncate(row, 0)
         del self._lengths[row]
         heapq.heappush(self._free, row)
+
+
+def check_row(row: int) -> None:
+    """Raise TypeError unless `row` is an int (numpy's is one, True and 1.0 are not, though they are equal to 1)."""
+    try:
+        operator.index(row)
+    except TypeError:
+        raise TypeError(f"row: expected an int, got {row!r}") from None
+    require(not isinstance(row, bool), f"row: expected an int, got {row!r}", TypeError)

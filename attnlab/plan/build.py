@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, assert_never, overload
+from typing import NamedTuple, overload
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnlab.batch import Batch, DecodeBatch, ExtendBatch, HostLens, Lens, VerifyBatch, owned
-from attnlab.checks import require, same_device
+from attnlab.batch import B, Batch, DecodeBatch, ExtendBatch, HostLens, Lens, VerifyBatch, lens_of, owned
+from attnlab.checks import describe, require, same_device
 from attnlab.mask import Mask
 from attnlab.memory.pool import KVPool
 from attnlab.memory.requests import RequestTable
@@ -65,13 +65,22 @@ class Planner:
         """
         match batch:
             case DecodeBatch():
-                return self._decode(owned(batch), max_ranges)
+                return self._decode(self._taken(batch), max_ranges)
             case ExtendBatch():
-                return self._extend(owned(batch))
+                return self._extend(self._taken(batch))
             case VerifyBatch():
-                return self._verify(owned(batch), max_ranges)
+                return self._verify(self._taken(batch), max_ranges)
             case _:
-                assert_never(batch)
+                raise TypeError(f"batch: expected a DecodeBatch, ExtendBatch or VerifyBatch, got {describe(batch)}")
+
+    def _taken(self, batch: B) -> B:
+        """Return the batch in memory of its own. Rows on the device that are none of the table's become padding."""
+        batch = owned(batch)
+        if batch.rows.device.type != "cpu":
+            inside = (batch.rows >= 0) & (batch.rows < self.table.max_requests)
+            for lens in lens_of(batch):
+                lens.device.mul_(inside)
+        return batch
 
     def kinds(self) -> dict[Kind, list[LayerSpec]]:
         """Return the layers that share a lane: same KV heads, same visible keys, same id space."""
@@ -161,20 +170,24 @@ class Planner:
         )
         if rows.device.type == "cpu":
             numbers = rows.tolist()
-            table.check_holds(numbers, lens.values if isinstance(lens, HostLens) else None)
-            self._check_kept(numbers, [n - behind for n in query.least_each], lens)
+            known = lens if isinstance(lens, HostLens) else query
+            table.check_holds(numbers, known.values if isinstance(known, HostLens) else None)
+            self._check_kept(numbers, query.least_each, behind, lens)
         else:
             self._check_nothing_slid()
         return rows.to(self.pool.device, torch.int64, non_blocking=True).clamp(0, table.max_requests - 1)
 
-    def _check_kept(self, rows: Sequence[int], queries: Sequence[int], lens: Lens) -> None:
+    def _check_kept(self, rows: Sequence[int], least: Sequence[int], behind: int, lens: Lens) -> None:
         """Raise ValueError where a storage has let go of what a first query sees, or of where a new token goes."""
         lengths = lens.values if isinstance(lens, HostLens) else [lens.bound_max] * lens.count
         for kind, layers in self.kinds().items():
-            for r, (row, query, length) in enumerate(zip(rows, queries, lengths, strict=True)):
-                if length == 0 or not kind.sight.partial:
+            for r, (row, cached, length) in enumerate(zip(rows, least, lengths, strict=True)):
+                if length == 0:
                     continue
-                kept, first = self.pool.kept_from(layers[0].pool_layer, row), kind.sight.first(query)
+                holding = length if isinstance(lens, HostLens) else cached
+                kept = self.pool.kept_from(layers[0].pool_layer, row, holding=holding)
+                query = cached - behind
+                first = kind.sight.first(query)
                 if first < min(kept, length):
                     unknown = "" if isinstance(lens, HostLens) else " if it is as short as `least` lets it be"
                     raise ValueError(
@@ -185,9 +198,10 @@ class Planner:
     def _check_nothing_slid(self) -> None:
         """Raise ValueError where keys slid out of a storage and nobody on the host knows whose are asked for."""
         for kind, layers in self.kinds().items():
-            gone = [row for row in self.pool.allocator.owners if self.pool.kept_from(layers[0].pool_layer, row)]
+            place = layers[0].pool_layer
+            gone = [row for row in self.pool.allocator.owners if self.pool.kept_from(place, row, holding=0)]
             require(
-                not kind.sight.partial or not gone,
+                not gone,
                 f"rows: on the device, so that nobody can tell whether layer {layers[0].index} ({kind.sight}) still "
                 f"has the keys that are asked for: those of rows {gone[:8]} have slid out; pass rows on the CPU",
             )
@@ -227,7 +241,8 @@ class Planner:
     def _cached(self, lens: Lens, sight: Sight, behind: int) -> _Lists:
         """Return the lists of `lens` cached tokens, from what a query `behind` their end sees."""
         end = _held(lens)
-        capacity = seen(lens, sight, behind=behind).bound_total
+        counts = seen(lens, sight, behind=behind)
+        capacity = min(counts.bound_total, counts.bound_max * counts.count)
         return _Lists(
             extent=self.ops.extent(query=end - behind, end=end, sight=sight, align=1, capacity=capacity),
             capacity=capacity,

@@ -103,13 +103,15 @@ def _why(query: Query, sight: Sight, keys: Sequence[Key], *, skipped: int) -> st
     seen = f"the query at position {query.position} reads {len(keys)} key{'s' * (len(keys) != 1)}"
     if keys:
         seen += f", positions {_spans([key.position for key in keys])}"
+    first = sight.first(query.position)
+    by_chunk = sight.chunk is not None and first == query.position // sight.chunk * sight.chunk
     reasons = []
-    if sight.window is not None:
-        reasons.append(f"a window of {sight.window} keys goes back to {sight.first(query.position)}")
-    elif sight.chunk is not None:
-        reasons.append(f"its chunk of {sight.chunk} began at {sight.first(query.position)}")
+    if by_chunk:
+        reasons.append(f"its chunk of {sight.chunk} began at {first}")
+    elif sight.window is not None:
+        reasons.append(f"a window of {sight.window} keys goes back to {first}")
     else:
-        reasons.append("every key before it is in sight")
+        reasons.append("every key before it is in sight" if sight.causal else "every key is in sight")
     if query.bits is not None:
         reasons.append("the mask decides among those")
     left = f"; {skipped} left out" if skipped else ""
@@ -130,6 +132,9 @@ def _spans(positions: Sequence[int]) -> str:
 
 def check_query(request: int, query: int, counts: Sequence[int]) -> None:
     """Raise ValueError unless the request is one of the plan's, and the query one of its own."""
+    for name, number in (("request", request), ("query", query)):
+        whole = isinstance(number, int) and not isinstance(number, bool)
+        require(whole, f"{name}: expected an int, got {number!r}", TypeError)
     require(0 <= request < len(counts), f"request: expected 0 to {len(counts) - 1}, got {request}")
     require(
         0 <= query < counts[request],

@@ -51,6 +51,8 @@ class KVIndex:
             f"index: {self.reqs} lists are in id space {self.space!r}, the translation is from {translation.source!r} "
             f"to {translation.target!r}; a list is translated once",
         )
+        if translation.pages is None:
+            return self
         slots = by(self.slots, self.indptr, translation)
         return KVIndex(indptr=self.indptr, slots=slots, space=translation.target)
 

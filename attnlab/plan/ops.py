@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Int
 from torch import Tensor
 
+from attnlab.checks import require
 from attnlab.memory.pool import Translation
 from attnlab.plan.layout import Extent
 from attnlab.plan.policy import SplitContext, SplitPolicy, SplitSizes
@@ -67,3 +68,9 @@ class PlanOps(Protocol):
 
     def sizes(self, policy: SplitPolicy, lens: Int[Tensor, " reqs"], ctx: SplitContext) -> SplitSizes:
         """Return the policy's range sizes."""
+
+
+def check_joined(first_indptr: Tensor, second_indptr: Tensor) -> None:
+    """Raise ValueError unless two lists that are joined are of as many requests."""
+    a, b = first_indptr.shape[0] - 1, second_indptr.shape[0] - 1
+    require(a == b, f"second_indptr: expected offsets of {a} requests like first_indptr, got those of {b}")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnlab.batch import DecodeBatch, ExtendBatch, Lens, VerifyBatch
 from attnlab.checks import require, tensor
-from attnlab.mask import Mask
+from attnlab.mask import CustomMask, Mask
 from attnlab.plan.explain import Query, Reading, check_query, mask_row, reading
 from attnlab.plan.layout import KVLayout, together
 from attnlab.plan.schedule import Schedule
@@ -142,6 +142,9 @@ class Queries:
         require(self.indptr.diff().tolist() == counts, f"queries: offsets give {self.indptr.diff().tolist()[:8]}")
         pairs = [n * k for n, k in zip(counts, together(prefix, new).device.tolist(), strict=True)]
         require(self.mask_indptr.diff().tolist() == pairs, f"mask: offsets expected rows of {pairs[:8]} bits")
+        if isinstance(self.mask, CustomMask):
+            bits, wanted = self.mask.bits.shape[0], sum(pairs)
+            require(bits >= wanted, f"mask: expected {wanted:,} bits, got {bits:,}")
         at = 0
         for r, (p, n) in enumerate(zip(cached, counts, strict=True)):
             mine = self.positions[at : at + n].tolist()
@@ -260,7 +263,10 @@ def _explain(
 
 def _validate_lane(lane: ExtendLane, num_slots: int | Mapping[str, int], *, tokens: int = 0) -> None:
     """Check a lane's list and write slots against its storage; the first `tokens` are live: none goes to the sink."""
-    slots = num_slots if isinstance(num_slots, int) else num_slots[lane.layout.index.space]
+    space = lane.layout.index.space
+    if not isinstance(num_slots, int):
+        require(space in num_slots, f"num_slots: expected one for id space {space!r}, got {sorted(num_slots)}")
+    slots = num_slots if isinstance(num_slots, int) else num_slots[space]
     lane.layout.validate(num_slots=slots)
     written = lane.write_slots.tolist()
     outside = [slot for slot in written if not 0 <= slot < slots]

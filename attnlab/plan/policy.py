@@ -40,10 +40,8 @@ class SplitContext:
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "v_dim", "context_len", "rows_per_seq"):
             positive(name, getattr(self, name))
-        require(
-            self.multiprocessors is None or self.multiprocessors >= 1,
-            f"multiprocessors: expected at least 1, or None if unknown, got {self.multiprocessors}",
-        )
+        if self.multiprocessors is not None:  # None: unknown
+            positive("multiprocessors", self.multiprocessors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,6 +86,11 @@ class HostSplits:
     ranges: tuple[tuple[tuple[int, int], ...], ...]
     nominal: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        check_ranges(self.ranges, self.lens, policy=self.policy, max_ranges=None)
+        reqs, got = len(self.ranges), len(self.nominal)
+        require(got == reqs, f"nominal: expected a number for each of {reqs} requests, got {got}")
+
     @property
     def effective(self) -> tuple[int, ...]:
         """Ranges that hold keys, per request; rounding may leave fewer than were asked for."""
@@ -163,7 +168,7 @@ def cut_lens(
                 f"policy {policy.name!r} is written in plain Python and needs lengths that the host knows "
                 f"(HostLens), got {type(lens).__name__}"
             )
-        return splits_of_host(policy, lens.values, ctx, live.device)
+        return splits_of_host(policy, lens.values, ctx, live)
     bounds = policy.bounds(bound_max=lens.bound_max, ctx=ctx)
     sizes = sizes_of(policy, live.clone(), ctx)  # a rule that writes into its lengths must not change ours
     return splits_of_sizes(sizes, live, policy=policy.label(ctx), bounds=bounds, total=lens.bound_total)
@@ -206,19 +211,20 @@ def splits_of_sizes(
     )
 
 
-def splits_of_host(policy: HostPolicy, lens: Sequence[int], ctx: SplitContext, device: torch.device) -> SplitPlan:
-    """Return a host policy's ranges, checked, on the device."""
+def splits_of_host(policy: HostPolicy, lens: Sequence[int], ctx: SplitContext, live: Int[Tensor, " reqs"]) -> SplitPlan:
+    """Return a host policy's ranges, checked, on the device; held to `live`, the lengths that the lists really have."""
     ranges = _ranges(policy.rule(list(lens), ctx), f"policy {policy.name!r}")
     check_ranges(ranges, lens, policy=policy.name, max_ranges=policy.max_ranges)
     flat = [(r, a, b) for r, mine in enumerate(ranges) for a, b in mine]
-    table = torch.tensor(flat, dtype=torch.int32).reshape(-1, 3).to(device)
-    counts = torch.tensor([len(mine) for mine in ranges], dtype=torch.int32).to(device)
+    table = torch.tensor(flat, dtype=torch.int32).reshape(-1, 3).to(live.device, non_blocking=True)
+    counts = torch.tensor([len(mine) for mine in ranges], dtype=torch.int32).to(live.device, non_blocking=True)
+    most = live[table[:, 0].long()]
     return SplitPlan(
         policy=policy.label(ctx),
         indptr=offsets_of(counts),
         request=table[:, 0].contiguous(),
-        start=table[:, 1].contiguous(),
-        end=table[:, 2].contiguous(),
+        start=torch.minimum(table[:, 1], most),
+        end=torch.minimum(table[:, 2], most),
         nominal=counts,
     )
 

@@ -191,3 +191,28 @@ def test_mask_offsets_are_sums_of_new_by_keys(ops: str, rows: list[tuple[int, in
 def test_mask_offsets_do_not_stop_at_32_bits(ops: str) -> None:
     new, keys = ints([60_000] * 600), ints([60_000] * 600)
     assert OPS[ops].mask_offsets(new, keys)[-1].item() == 600 * 60_000**2
+
+
+@both_ops
+def test_lists_of_other_numbers_of_requests_are_not_joined(ops: str) -> None:
+    one, two = ints([0, 1]), ints([0, 1, 2])
+    with pytest.raises(
+        ValueError, match="second_indptr: expected offsets of 1 requests like first_indptr, got those of 2"
+    ):
+        OPS[ops].join(first=ints([5]), first_indptr=one, second=ints([6, 7]), second_indptr=two)
+
+
+@both_ops
+def test_offsets_beyond_a_list_are_held_to_it(ops: str) -> None:
+    joined, indptr = OPS[ops].join(
+        first=ints([5, 6, 7]), first_indptr=ints([0, 5]), second=ints([8]), second_indptr=ints([0, 1])
+    )
+    assert (joined.tolist(), indptr.tolist()) == ([5, 6, 7, 8], [0, 4])
+
+
+@both_ops
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_that_are_the_same_are_given_back_up_to_the_lists_end(ops: str, dtype: torch.dtype) -> None:
+    same = Translation.same("pool", page_size=2)
+    translated = OPS[ops].translate(ints([5, 6, 9, 9], dtype), ints([0, 2]), same)
+    assert translated.tolist() == [5, 6, 0, 0] and translated.dtype == torch.int64
