@@ -146,14 +146,12 @@ def variants(target: Target) -> Iterator[Variant]:
             yield _merge_variant(shape)
     for shape in (GQA, MHA, MLA):
         yield _scores_variant(shape, target)
-    integers = {"rows_ptr": torch.int64, "slots_ptr": torch.int64}
-    yield Variant(
-        name="gather",
-        kernel=index._gather_kernel,
-        pointers=integers,
-        constants={"BLOCK": 512},
-        options={"num_warps": 4},
-    )
+    long = dict.fromkeys(("rows_ptr", "ids_ptr", "pages_ptr", "translated_ptr", "joined_ptr", "offsets_ptr"), torch.int64)
+    for name, kernel in index.KERNELS.items():
+        lists = dict.fromkeys(("first_ptr", "second_ptr"), torch.int64) if name == "join" else {}
+        yield Variant(
+            name=name, kernel=kernel, pointers={**long, **lists}, constants={"BLOCK": 512}, options={"num_warps": 4}
+        )
     yield Variant(
         name="seed counts",
         kernel=seed._seed_counts_kernel,

@@ -243,3 +243,13 @@ def _mask_offsets_kernel(new_ptr, keys_ptr, offsets_ptr, reqs, BLOCK: tl.constex
         pairs = new * tl.load(keys_ptr + req, mask=req < reqs, other=0).to(tl.int64)
         tl.store(offsets_ptr + req + 1, total + tl.cumsum(pairs, 0), mask=req < reqs)
         total += tl.sum(pairs, 0)
+
+
+KERNELS = {
+    "gather": _gather_kernel,
+    "extent": _extent_kernel,
+    "join": _join_kernel,
+    "translate": _translate_kernel,
+    "mask offsets": _mask_offsets_kernel,
+}
+"""By the name of the function of PlanOps that launches each."""
