@@ -146,7 +146,8 @@ def variants(target: Target) -> Iterator[Variant]:
             yield _merge_variant(shape)
     for shape in (GQA, MHA, MLA):
         yield _scores_variant(shape, target)
-    long = dict.fromkeys(("rows_ptr", "ids_ptr", "pages_ptr", "translated_ptr", "joined_ptr", "offsets_ptr"), torch.int64)
+    names = ("rows_ptr", "ids_ptr", "pages_ptr", "translated_ptr", "joined_ptr", "offsets_ptr")
+    long = dict.fromkeys(names, torch.int64)
     for name, kernel in index.KERNELS.items():
         lists = dict.fromkeys(("first_ptr", "second_ptr"), torch.int64) if name == "join" else {}
         yield Variant(
