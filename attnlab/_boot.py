@@ -11,6 +11,8 @@ torch, so that `attnlab doctor` can say what is wrong.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 
 _WORDS = {"1": True, "true": True, "0": False, "false": False}
@@ -23,6 +25,17 @@ def has_gpu() -> bool:
         return bool(import_module("torch").cuda.is_available())
     except ImportError:
         return False
+
+
+@contextmanager
+def without(variable: str) -> Iterator[str | None]:
+    """Hide a variable of the environment inside the block, and say what it is."""
+    value = os.environ.pop(variable, None)
+    try:
+        yield value
+    finally:
+        if value is not None:
+            os.environ[variable] = value
 
 
 def _choose_interpreted() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -24,6 +25,30 @@ def positive(name: str, value: int) -> int:
     require(value >= 1, f"{name}: expected at least 1, got {value}")
     require(value < 2**31, f"{name}: expected less than 2^31, got {value:,}")
     return value
+
+
+def whole(name: str, value: object) -> int:
+    """Return `value` as a plain int (numpy's are welcome), or raise; a bool is no number."""
+    wrong = TypeError(f"{name}: expected an int, got {value!r}")
+    if isinstance(value, bool):
+        raise wrong
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise wrong from None
+
+
+def member(name: str, value: object, count: int, *, of: str) -> int:
+    """Return `value` as a plain int if it is the number of one of the `count` things that `of` has, or raise.
+
+    >>> member("head", 9, 9, of="the layer")
+    Traceback (most recent call last):
+    ValueError: head: the layer has heads 0 to 8, got 9
+    """
+    known = f"{name}s 0 to {count - 1}" if count else f"no {name}"
+    got = whole(name, value)
+    require(0 <= got < count, f"{name}: {of} has {known}, got {got}")
+    return got
 
 
 def number(name: str, value: float, *, positive: bool) -> float:

@@ -6,6 +6,7 @@ A command's own modules are imported when it is chosen, so that `attnlab doctor`
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import attnlab
+from attnlab.units import printable
 
 _HOME = {
     "tour": "attnlab.tour_command",
@@ -26,17 +28,29 @@ _HOME = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; on bad input print one line that says what to do, and return 2."""
+    _write_to_any_terminal()
     args = _parser().parse_args(argv)
     try:
         status: int | None = args.run(import_module(_HOME[args.command]), args)
     except (ValueError, OSError) as error:
-        print(f"attnlab {args.command}: {error}", file=sys.stderr)
+        print(f"attnlab {args.command}: {_one_line(error)}", file=sys.stderr)
         return 2
     except ImportError as error:
         hint = "" if args.command == "doctor" else "; `attnlab doctor` says what is missing here"
-        print(f"attnlab {args.command}: {error}{hint}", file=sys.stderr)
+        print(f"attnlab {args.command}: {_one_line(error)}{hint}", file=sys.stderr)
         return 2
     return status or 0
+
+
+def _write_to_any_terminal() -> None:
+    """Let a terminal that knows few characters get a ? for the others: half a report would be worse."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _one_line(error: Exception) -> str:
+    return printable(" ".join(str(error).split()))
 
 
 def _parser() -> argparse.ArgumentParser:

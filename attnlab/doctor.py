@@ -263,14 +263,16 @@ def _fonts() -> Iterator[Finding]:
     """Say which font pictures are drawn with. A matplotlib that is missing was named before."""
     if find_spec("matplotlib") is None:
         return
-    installed = set(import_module("matplotlib.font_manager").get_font_names())
     fonts = import_module("attnlab.plots.style").FONTS
+    installed = set(import_module("matplotlib.font_manager").get_font_names())
     used = next(font for font in fonts if font in installed)
     if used != fonts[-1]:
         yield Finding(name="fonts", state="ok", found=f"pictures are set in {used}")
         return
     found = f"pictures are set in {used}, wider than {', '.join(fonts[:-1])}: long lines are set smaller"
-    yield Finding(name="fonts", state="note", found=found, todo="install Liberation Sans (fonts-liberation)")
+    cache = Path(import_module("matplotlib").get_cachedir()) / "fontlist-*.json"
+    todo = f"install Liberation Sans (fonts-liberation); if it is, matplotlib's list of fonts is older: delete {cache}"
+    yield Finding(name="fonts", state="note", found=found, todo=todo)
 
 
 CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {

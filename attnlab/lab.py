@@ -17,6 +17,7 @@ from pathlib import Path
 
 from attnlab.assets import in_wheel, notebooks_folder
 from attnlab.checks import require
+from attnlab.files import write_whole
 
 COPIES = Path("attnlab-notebooks")
 """Where the notebooks of a wheel are copied to, in the working folder, unless another one is given."""
@@ -47,6 +48,7 @@ def open_lab(folder: Path | None, *, port: int | None, browser: bool, extra: Seq
         "JupyterLab is missing here; install it with: python -m pip install jupyterlab",
         ModuleNotFoundError,
     )
+    require(port is None or 1 <= port <= 65535, f"--port: expected 1 to 65535, got {port}")
     opened = prepare(folder)
     if _is_root() and not any("allow" in option and "root" in option for option in extra):
         print(ROOT_WORDS, file=sys.stderr)  # no error: a configuration file of Jupyter's may allow it
@@ -66,27 +68,34 @@ def prepare(folder: Path | None) -> Path:
 
 
 def copy_notebooks(source: Path, folder: Path) -> Copied:
-    """Copy every file that is not there yet. A file that is there is never written to."""
+    """Copy every file that is not there yet, whole or not at all. A file that is there is never written to."""
+    files = [path.relative_to(source) for path in sorted(source.rglob("*")) if not path.is_dir()]
+    files = [inside for inside in files if not _SKIPPED & set(inside.parts)]
+    for needed in sorted({(folder / inside).parent for inside in files}):
+        _check_folder(needed)
     written, kept = [], []
-    for path in sorted(source.rglob("*")):
-        inside = path.relative_to(source)
-        if path.is_dir() or _SKIPPED & set(inside.parts):
-            continue
+    for inside in files:
         target = folder / inside
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with target.open("xb") as file:  # x: fails where anything lies there already, a link included
-                file.write(path.read_bytes())
-        except FileExistsError:
+        if os.path.lexists(target):  # a link that leads nowhere included
             kept.append(inside)
-        else:
-            written.append(inside)
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(target, (source / inside).read_bytes(), name="--folder")
+        written.append(inside)
     return Copied(folder=folder, written=tuple(written), kept=tuple(kept))
+
+
+def _check_folder(needed: Path) -> None:
+    """Raise where a file lies in the place of a folder, or of one above it."""
+    for place in (needed, *needed.parents):
+        if place.is_dir():
+            return
+        free = not os.path.lexists(place)
+        require(free, f"--folder: {place} is a file, where a folder is needed; choose another folder", FileExistsError)
 
 
 def arguments(folder: Path, *, port: int | None, browser: bool, extra: Sequence[str] = ()) -> list[str]:
     """Return JupyterLab's command line, without its name. It opens the first lesson, or what `extra` says."""
-    require(port is None or 1 <= port <= 65535, f"--port: expected 1 to 65535, got {port}")
     first = (folder / FIRST).is_file() and not any("default_url" in option for option in extra)
     return [
         f"--ServerApp.root_dir={folder.resolve()}",

@@ -42,7 +42,7 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         """Return the item of that name; raise ValueError with the known names where there is none."""
-        if name not in self._items:
+        if not isinstance(name, str) or name not in self._items:
             raise ValueError(f"{self.kind}: expected one of {', '.join(self._items)}, got {name!r}")
         return self._items[name]
 

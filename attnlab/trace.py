@@ -14,10 +14,11 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.numpy import save
 from torch import Tensor
 
 from attnlab.checks import number, one_of, positive, require, tensor
+from attnlab.files import place, write_whole
 from attnlab.plan.call import DecodeCall
 from attnlab.plan.plans import Lane
 from attnlab.plan.schedule import SEGMENT
@@ -30,7 +31,9 @@ STAGES: tuple[Stage, ...] = ("raw", "scaled", "capped", "masked", "weights")
 _OF_SCORES: tuple[Reduce, ...] = ("max", "logsumexp")
 REDUCTIONS: dict[str, tuple[Reduce, ...]] = {**dict.fromkeys(STAGES, _OF_SCORES), "weights": ("sum", "max")}
 """How the keys of a bin become one number, by stage; the first is the default. Weights add up, scores do not."""
-FORMAT = 2
+FORMAT = 3
+MOST_HEADER = 90_000_000
+"""Bytes of JSON: safetensors reads no header of more than 100 million, the names of tensors included."""
 
 
 @runtime_checkable
@@ -80,8 +83,9 @@ class CallTrace:
     is `[splits, heads]` and `partial_out[r]` `[splits, heads, v_dim]`, natural log and normalised; `lse` is `[reqs,
     heads]` without sinks. `times`, where programs noted them, is `[segments, head tiles, 3]` int64: multiprocessor,
     start and end in nanoseconds of the device's clock, 0 for a program that did not run; what each one read stands in
-    the schedule's `segments [segments, 5]`. `tokens` are the texts of the requests' tokens, where the trace knows them.
-    Parts that were not asked for are empty.
+    the schedule's `segments [segments, 5]`. `texts` say which of the trace's `tokens` are each request's, None: none of
+    them; empty: the first are the first's, and so on. `tokens` are these texts, where the trace put them here. Parts
+    that were not asked for are empty.
     """
 
     layer: int
@@ -104,6 +108,7 @@ class CallTrace:
     scores: tuple[ScoreTrace, ...] = ()
     segments: Tensor | None = None
     times: Tensor | None = None
+    texts: tuple[int | None, ...] = ()
     tokens: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -116,6 +121,7 @@ class CallTrace:
         for name in ("nominal", "start", "q_pos"):
             got = len(getattr(self, name))
             require(got == reqs, f"{name}: expected a number for each of {reqs} requests, got {got}")
+        require(len(self.texts) in (0, reqs), f"texts: expected those of {reqs} requests or none, got {self.texts}")
         tensor("lse", self.lse, shape=[reqs, self.heads], dtype=torch.float32)
         self._check_partials(reqs)
         for score in self.scores:
@@ -190,22 +196,36 @@ class Trace:
         """Return the first recorded call of a layer, with the texts; raise ValueError with the recorded layers."""
         for call in self.calls:
             if call.layer == layer:
-                return replace(call, tokens=self.tokens)
+                return self.told(call)
         known = ", ".join(dict.fromkeys(str(call.layer) for call in self.calls)) or "none"
         raise ValueError(f"layer: this trace has calls of layers {known}, got {layer!r}")
 
+    def told(self, call: CallTrace) -> CallTrace:
+        """Return a call of this trace with the texts of its requests' tokens, where they are known."""
+        of_request = dict(enumerate(self.tokens))
+        known = tuple(of_request.get(-1 if which is None else which, ()) for which in call.texts)
+        return replace(call, tokens=known if call.texts else self.tokens)
+
     def save(self, path: str | Path) -> None:
-        """Write the trace as one safetensors file; its header carries everything that is no tensor, as JSON."""
-        path = Path(path)
-        require(path.parent.is_dir(), f"trace: there is no folder {path.parent} to save into; make it first")
-        tensors = {f"{i}.{name}": x.contiguous() for i, call in enumerate(self.calls) for name, x in call._tensors()}
+        """Write the trace as one safetensors file; its header carries everything that is no tensor, as JSON.
+
+        Raises OSError that says what is wrong with the path; a file that was there stays as it was then.
+        """
+        place(path)
+        tensors = {f"{i}.{name}": x.numpy() for i, call in enumerate(self.calls) for name, x in call._tensors()}
         document = {
             "format": FORMAT,
             "calls": [_call_document(call) for call in self.calls],
             "left_out": self.left_out,
             "tokens": self.tokens,
         }
-        save_file(tensors, path, metadata={"attnlab_trace": json.dumps(document)})
+        header = json.dumps(document, default=index)  # numpy's ints are some
+        require(
+            len(header) <= MOST_HEADER,
+            f"trace: what is no tensor takes {len(header):,} bytes; a file can hold {MOST_HEADER:,} of that, so "
+            "record fewer calls",
+        )
+        write_whole(path, save(tensors, metadata={"attnlab_trace": header}))
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
@@ -213,6 +233,10 @@ class Trace:
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"trace: there is no file {path}")
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise type(error)(f"trace: {path} cannot be read: {(error.strerror or str(error)).lower()}") from error
         try:
             with safe_open(path, framework="pt") as file:
                 header = (file.metadata() or {}).get("attnlab_trace")
@@ -231,18 +255,37 @@ class Trace:
 
 _PLAIN = (
     *("layer", "policy", "heads", "kv_heads", "scale", "softcap", "temperature_len", "mod", "has_sinks", "page_size"),
-    *("ranges", "nominal", "start", "q_pos"),
+    *("ranges", "nominal", "start", "q_pos", "texts"),
 )
-_SCORE_PLAIN = ("request", "stage", "reduce", "heads", "edges")
+_SCORE_PLAIN = ("request", "stage", "reduce", "heads")
 
 
 def _call_document(call: CallTrace) -> dict[str, Any]:
     return {
         **{name: getattr(call, name) for name in _PLAIN},
         "partials": [len(call.partial_lse), len(call.partial_out)],
-        "scores": [{name: getattr(score, name) for name in _SCORE_PLAIN} for score in call.scores],
+        "scores": [
+            {**{name: getattr(score, name) for name in _SCORE_PLAIN}, "edges": _edges_document(score.edges)}
+            for score in call.scores
+        ],
         "times": call.times is not None,
     }
+
+
+def _edges_document(edges: tuple[int, ...]) -> Any:
+    """Return bins of one width as that and the number of keys: most are keys or pages, and there may be many."""
+    width, keys = (*edges, 1)[1], edges[-1]
+    return {"width": width, "keys": keys} if edges == (*range(0, keys, width), keys) else edges
+
+
+def _edges_of(document: Any, bins: int) -> tuple[int, ...]:
+    """Return what `_edges_document` was given; a header of few bytes must not bring forth more edges than bins."""
+    if not isinstance(document, dict):
+        return _ints(document)
+    width, keys = positive("width", document["width"]), index(document["keys"])
+    got = -(-keys // width)
+    require(got == bins, f"edges: {keys:,} keys have {got:,} bins of {width:,}, the values {bins:,}")
+    return (*range(0, keys, width), keys)
 
 
 def _trace_of(document: dict[str, Any], tensors: dict[str, Tensor]) -> Trace:
@@ -271,6 +314,7 @@ def _call_of(row: dict[str, Any], i: int, tensors: dict[str, Tensor]) -> CallTra
         nominal=_ints(row["nominal"]),
         start=_ints(row["start"]),
         q_pos=_ints(row["q_pos"]),
+        texts=tuple(None if which is None else index(which) for which in row["texts"]),
         lse=tensors[f"{i}.lse"],
         partial_lse=tuple(tensors[f"{i}.partial_lse.{r}"] for r in range(lses)),
         partial_out=tuple(tensors[f"{i}.partial_out.{r}"] for r in range(outs)),
@@ -286,7 +330,7 @@ def _score_of(row: dict[str, Any], values: Tensor) -> ScoreTrace:
         stage=row["stage"],
         reduce=row["reduce"],
         heads=_ints(row["heads"]),
-        edges=_ints(row["edges"]),
+        edges=_edges_of(row["edges"], values.shape[-1]),
         values=values,
     )
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnlab.trace import CallTrace, Trace
-from attnlab.units import size
+from attnlab.units import printable, size
 
 COLUMNS = ("call", "layer", "policy", "requests", "keys", "splits", "recorded", "size", "heaviest split")
 
@@ -22,7 +22,7 @@ def summarise(path: Path) -> None:
     texts = f", with the tokens' texts of {_counted(len(trace.tokens), 'request')}" if trace.tokens else ""
     calls = _counted(len(trace.calls), "recorded decode call")
     file = size(path.stat().st_size)
-    console.print(Text(f"{path}: {calls}, {size(trace.bytes)} of numbers in a file of {file}{texts}"))
+    console.print(Text(f"{printable(str(path))}: {calls}, {size(trace.bytes)} of numbers in a file of {file}{texts}"))
     if trace.calls:
         table = Table()
         for name in COLUMNS:
@@ -89,19 +89,12 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def printable(text: str) -> str:
-    """Return text without control characters: a file from elsewhere must not steer the terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
 def _loaded(path: Path) -> Trace:
     """Load a trace; its errors begin with the word `trace`, which the command line says already."""
     try:
         return Trace.load(path)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(str(error).removeprefix("trace: ")) from error
-    except ValueError as error:
-        raise ValueError(str(error).removeprefix("trace: ")) from error
+    except (OSError, ValueError) as error:
+        raise type(error)(str(error).removeprefix("trace: ")) from error
 
 
 def _console() -> Console:

@@ -1,4 +1,4 @@
-"""How sizes are written, in tables and reports alike."""
+"""How sizes, and words from elsewhere, are written in tables and reports alike."""
 
 from __future__ import annotations
 
@@ -13,3 +13,12 @@ def size(count: int) -> str:
         return f"{count} byte{'s' * (count != 1)}"
     power = min(3, (count.bit_length() - 1) // 10)
     return f"{count / 1024**power:,.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
+
+
+def printable(text: str) -> str:
+    r"""Return text without control characters: a file from elsewhere must not steer the terminal.
+
+    >>> printable("a\x1b[31mb")
+    'a?[31mb'
+    """
+    return "".join(c if c.isprintable() else "?" for c in text)

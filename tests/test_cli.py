@@ -61,6 +61,18 @@ def test_a_batch_of_no_requests_is_an_error_in_one_line(tmp_path: Path, capsys: 
     assert not (tmp_path / "index.html").exists()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [(["--trace", "nope"], "trace: expected one of"), (["--seed=-1"], "--seed: expected at least")],
+)
+def test_arguments_are_looked_at_before_anything_is_written(
+    wrong: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tour", "--out", str(tmp_path / "t1"), *wrong]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "t1").exists()
+
+
 def test_info_says_what_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
     assert capsys.readouterr().out.startswith(f"attnlab {attnlab.__version__} · Python 3.")

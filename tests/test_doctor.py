@@ -382,12 +382,32 @@ def test_the_lab_is_given_what_was_typed(wheel: Path, monkeypatch: pytest.Monkey
 def test_a_port_that_is_none(wheel: Path, port: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", f"--port={port}"]) == 2
     assert f"--port: expected 1 to 65535, got {port}" in capsys.readouterr().err
+    assert not list(Path().iterdir())
 
 
 def test_a_folder_in_whose_place_a_file_lies(wheel: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("taken").write_text("")
     assert main(["lab", "--folder", "taken"]) == 2
     assert "taken" in capsys.readouterr().err
+
+
+def test_a_file_where_a_folder_is_needed_is_named_before_anything_is_copied(
+    wheel: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine").mkdir()
+    (Path("mine") / "gallery").write_text("my own")
+    assert main(["lab", "--folder", "mine"]) == 2
+    assert "--folder: mine/gallery is a file, where a folder is needed" in capsys.readouterr().err
+    assert tree(Path("mine")) == {"gallery": "my own"}
+
+
+def test_a_copy_that_breaks_off_leaves_no_half_file(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as full:
+        full.setattr("pathlib.Path.replace", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left")))
+        assert main(["lab", "--folder", "mine"]) == 2
+    assert tree(Path("mine")) == {}
+    lab.prepare(Path("mine"))
+    assert tree(Path("mine")) == {"00_map.ipynb": "shipped", "gallery/a.svg": "<svg/>"}
 
 
 @pytest.mark.slow
@@ -510,3 +530,48 @@ def test_what_is_no_trace_is_an_error_in_one_line(
     assert printed.err.startswith("attnlab trace: ") and str(path) in printed.err
     assert printed.err.count("trace: ") == 1
     assert printed.err.count("\n") == 1 and not printed.out
+
+
+def test_a_hostile_header_does_not_steer_the_terminal(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "t"
+    save_file({"x": torch.zeros(1)}, path, metadata={"attnlab_trace": json.dumps({"format": "\x1b[2J\n"})})
+    assert main(["trace", str(path)]) == 2
+    printed = capsys.readouterr().err
+    assert "\x1b" not in printed and printed.count("\n") == 1
+    Trace().save(tmp_path / "\x1b[31m")
+    assert main(["trace", str(tmp_path / "\x1b[31m")]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_trace_that_may_not_be_read(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pathlib.Path.open", lambda *a: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    assert main(["trace", str(saved)]) == 2
+    assert capsys.readouterr().err == f"attnlab trace: {saved} cannot be read: permission denied\n"
+
+
+def test_a_terminal_of_few_characters_gets_all_lines(tmp_path: Path) -> None:
+    Trace(calls=[_call("größe · 8")], left_out=["a “b”", "the last"]).save(tmp_path / "t")
+    status, printed = attnlab_in(ROOT, command=f"trace {tmp_path / 't'}", PYTHONIOENCODING="ascii")
+    assert status == 0 and "gr??e ? 8" in printed and printed.endswith("the last\n")
+
+
+def test_pictures_need_no_backend_of_matplotlibs() -> None:
+    """MPLBACKEND is pyplot's: one that is none matters to no picture, and one that is some stays chosen."""
+    code = "import attnlab.plots, matplotlib as m, os; print(os.environ['MPLBACKEND'], m.rcParams._get('backend'))"
+    for backend, chosen in (("broken", "<object"), ("pdf", "pdf")):
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": backend}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        assert done.stdout.startswith(f"{backend} {chosen}")
+    status, printed = attnlab_in(ROOT, MPLBACKEND="broken")
+    assert finding(printed, "fonts")[0] != "trouble" and status == 0
+
+
+def test_a_list_of_fonts_that_is_older_than_a_font_is_thought_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("matplotlib.font_manager.get_font_names", lambda: ["DejaVu Sans"])
+    (found,) = doctor._fonts()
+    assert found.state == "note" and "install Liberation Sans" in found.todo
+    assert re.search(r"matplotlib's list of fonts is older: delete \S+/fontlist-\*.json$", found.todo)

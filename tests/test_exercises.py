@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlab import split_policy
+from attnlab.eager import oracle
 from attnlab.inspect.exercises import check_exercise
 from attnlab.inspect.exercises.registry import exercises
 from attnlab.inspect.exercises.toy import toy
@@ -45,6 +46,30 @@ def test_no_answer_breaks_a_check(number: str, answer: object) -> None:
 def test_an_unknown_exercise_is_named() -> None:
     with pytest.raises(ValueError, match="exercise: expected one of 00-1, .*, got '99-9'"):
         check_exercise("99-9", 1)
+    with pytest.raises(ValueError, match=r"exercise: expected one of 00-1, .*, got \['x'\]"):
+        check_exercise(["x"], 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", ["complex", "in place"])
+def test_what_looks_right_but_is_not(change: str) -> None:
+    def right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return oracle.attention(q, k, v, scale=scale)[0]
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        got = right(q, k, v, scale)
+        if change == "complex":
+            return got + 1j
+        q *= scale
+        return got
+
+    hint = {"complex": "expected a tensor of numbers, got complex", "in place": "it changes what it is given"}
+    assert check_exercise("00-3", right).right
+    assert hint[change] in said("00-3", wrong)
+
+
+def test_a_list_or_a_state_that_is_changed_in_place_is_noticed() -> None:
+    assert "it changes what it is given" in said("01-3", lambda pages, size, at: [pages.pop(0), at][0] * size)
+    assert "it changes what it is given" in said("03-2", lambda a, b: (a[0], a[1].add_(b[1]), a[2]))
 
 
 @pytest.mark.parametrize(
@@ -70,6 +95,11 @@ def test_an_unknown_exercise_is_named() -> None:
         ("01-1", [12, 13, 14, 15, 16, 17], "The first four are right"),
         ("01-1", [12, 13, 14], "a list of 6 slots, one for each token, got 3"),
         ("01-1", "12", "Expected a list, got str"),
+        ("01-1", [12.9, 13.9, 14.9, 15.9, 20.9, 21.9], "Expected whole numbers, got [12.9"),
+        ("01-1", ["12", "13", "14", "15", "20", "21"], "Expected whole numbers, got ['12'"),
+        ("02-1", [2, 31.5], "Expected whole numbers, got [2, 31.5]"),
+        ("08-2", ["-1", "0", "1", "2", "2"], "Expected whole numbers, got ['-1'"),
+        ("15-1", [48.5, 96.0], "Expected whole numbers, got [48.5, 96.0]"),
         ("01-2", 300, "300 slots are no whole number of pages: expected a multiple of 16"),
         ("01-2", 20, "20 pages is right. How many slots"),
         ("01-2", 304, "page 0 is the sink"),

@@ -1,5 +1,6 @@
 """Explorers without a browser: controls change the picture, arguments make the same, errors name what is known."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from attnlab import explore_merge, explore_splits, split_policies, split_policy
-from attnlab.explore.explorer import MOST_CONTROLS, WIDGET_VIEW, Explorer
+from attnlab.explore.explorer import MOST_CONTROLS, WIDGET_VIEW, Explorer, _literal
 from attnlab.explore.splits import parameter_of
 from attnlab.plots.style import THEMES
 
@@ -215,6 +216,9 @@ WRONG: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: explore_splits(lens=[-3]), ValueError, "expected 0 to"),
     (lambda: explore_splits(model="Llama"), ValueError, "Llama-3.1-8B"),
     (lambda: explore_splits(multiprocessors=0), ValueError, "multiprocessors: expected at least 1"),
+    (lambda: explore_splits(multiprocessors=True), TypeError, "multiprocessors: expected an int, got True"),
+    (lambda: explore_splits(multiprocessors=1.5), TypeError, "multiprocessors: expected an int, got 1.5"),
+    (lambda: explore_splits(lens=5), TypeError, "lens: expected a list of lengths, one per request, got 5"),
     (lambda: explore_splits(theme="blue"), ValueError, "theme: expected one of light, dark"),
     (lambda: explore_merge(layer=1), ValueError, "layer: the recorded sample has layers 0, 18, 23, got 1"),
     (lambda: explore_merge(head=9), ValueError, "head: the layer has heads 0 to 8, got 9"),
@@ -231,6 +235,12 @@ def test_an_error_names_what_is_known(number: int) -> None:
     call, kind, words = WRONG[number]
     with pytest.raises(kind, match=words):
         call()
+
+
+@pytest.mark.parametrize("text", ["seed", 'a "b"', "a\\n\x00\x7f", "😀", "é", "\ud800", "\u2028"])
+def test_the_code_of_a_text_is_that_text(text: str) -> None:
+    assert ast.literal_eval(_literal(text)) == text
+    assert _literal("seed") == '"seed"'
 
 
 # --- What leaves the explorer -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ FLOORS = {
     "batch": 0,
     "mask": 0,
     "checks": 0,
+    "files": 0,
     "registry": 0,
     "spec": 0,
     "units": 0,

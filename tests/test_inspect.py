@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
 
 import attnlab
+from attnlab.batch import DecodeBatch
 from attnlab.eager import oracle
 from attnlab.inspect.contents import seed_of
 from attnlab.inspect.footprint import Footprint
 from attnlab.inspect.samples import Sample
+from attnlab.inspect.score_view import ScoreView
 from attnlab.mods.registry import score_mods
 from attnlab.plan.policies.static import Static
 from attnlab.spec import AttentionSpec, ModelSpec
+from attnlab.trace import Trace
 from tests.tolerances import LSE, OUTPUT
 
 
@@ -163,6 +167,43 @@ def test_a_recording_on_the_bench_knows_the_tokens() -> None:
         wb.decode(18)
     assert trace.tokens == (wb.tokens(0), wb.tokens(1)) and len(trace.tokens[1]) == 3
     assert [score.values.shape[1] for score in trace.call(18).scores] == [40, 3]
+
+
+def test_other_batches_on_the_bench_have_the_texts_of_their_own_requests(tmp_path: Path) -> None:
+    wb = bench([40, 3, 0, 25])
+    with wb.record(scores=True) as trace:
+        for chosen in ([3, 0], [0, 1, 2, 3], [1]):
+            rows = [wb.table.rows[r] for r in chosen]
+            plan = wb.backend.plan(DecodeBatch.of(rows=rows, lens=[wb.lens[r] for r in chosen], device="cpu"))
+            q, k, v = (x[chosen] for x in wb.newest(18))
+            wb.backend.decode(18, q, k, v, plan)
+    trace.save(tmp_path / "t")
+    for made in (trace, Trace.load(tmp_path / "t")):
+        texts = [made.told(call).tokens for call in made.calls]
+        want = [(wb.tokens(3), wb.tokens(0)), (wb.tokens(0), wb.tokens(1), (), wb.tokens(3)), (wb.tokens(1),)]
+        assert texts == want
+        assert ScoreView.of(made, layer=18, request=0).tokens == wb.tokens(3)
+
+
+def test_what_is_none_of_the_benchs_requests_has_no_texts() -> None:
+    wb = bench([40, 3])
+    padded = wb.backend.plan(DecodeBatch.of(rows=[wb.table.rows[1], wb.table.rows[0]], lens=[0, 40], device="cpu"))
+    with wb.record() as trace:
+        wb.decode(18, padded)
+    assert trace.calls[0].texts == (None, 0)
+    assert trace.call(18).tokens == ((), wb.tokens(0))
+
+
+@pytest.mark.parametrize("wrong", [{"request": True}, {"head": True}, {"request": 0.0}])
+def test_a_bool_is_no_number(wrong: dict[str, object]) -> None:
+    wb = bench([40, 3])
+    given = {"request": 0, "head": 0, **wrong}
+    with pytest.raises(TypeError, match=f"{next(iter(wrong))}: expected an int, got "):
+        wb.merge(18, **given)
+    with pytest.raises(TypeError, match=f"{next(iter(wrong))}s: expected a list of numbers, got "):
+        wb.stages(18, **given)
+    with pytest.raises(ValueError, match="layer: .* got False"):
+        bench([40], layers=[0]).decode(False)
 
 
 def test_lengths_may_be_numpys_or_a_tensors() -> None:

@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
+from threading import Event, Thread
 
 import matplotlib
 import numpy as np
@@ -22,6 +23,7 @@ from matplotlib.text import Text
 from attnlab.batch import DecodeBatch, HostLens
 from attnlab.inspect.footprint import Footprint
 from attnlab.inspect.merge import MergeSteps
+from attnlab.inspect.page_map import PageMap
 from attnlab.inspect.workbench import workbench
 from attnlab.plan.index import KVIndex
 from attnlab.plan.layout import KVLayout
@@ -34,6 +36,7 @@ from attnlab.plan.schedule import Schedule
 from attnlab.plan.splits import HostSplits, offsets_of, splits_of_sizes
 from attnlab.plots import style
 from attnlab.plots.attention import attention
+from attnlab.plots.cells import fill
 from attnlab.plots.key_axis import KeyAxis
 from attnlab.plots.lse_merge import lse_merge
 from attnlab.plots.merge_view import MergeView
@@ -265,6 +268,47 @@ def test_a_masked_split_is_absent_and_the_others_keep_their_numbers():
         show(merge([float("-inf")]))
 
 
+def test_a_merge_with_masked_splits_does_not_speak_of_all():
+    hidden = float("-inf")
+    picture = show(merge([hidden, 2.0, hidden]))
+    assert picture.title == "Only split 2 of 3 has a key that is not masked, so there is nothing to merge"
+    assert "32 keys in 1 split, 2 more masked" in picture.alt
+    assert show(merge([hidden, *[1.0] * 4])).title.startswith("The heaviest of 4 splits that see a key holds 25%")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lse": torch.zeros(3)}, r"lse: expected \[2\] float64 or float32, got \[3\]"),
+        ({"lse": torch.zeros(2).half()}, r"lse: expected \[2\] float64 .*, got \[2\] float16"),
+        ({"outputs": torch.zeros(2, dtype=torch.float64)}, r"outputs: expected \[2, v_dim\]"),
+        ({"ranges": ((0, 5), (5, 5))}, r"ranges: expected some keys in each, got \[\(5, 5\)\]"),
+    ],
+)
+def test_steps_that_are_none_are_refused(changes, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        replace(merge([0.0, 1.0]), **changes)
+
+
+@pytest.mark.parametrize(
+    ("mine", "message"),
+    [
+        (((-5, 5),), r"request 0: range \[-5, 5\) overlaps"),
+        (((5, 0),), "leaves a gap"),
+        (((0, 0),), "holds no key"),
+        (((0, 5), (6, 7)), "leaves a gap"),
+        (((0, 5), (3, 7)), "overlaps"),
+    ],
+)
+def test_ranges_that_cut_no_request_are_refused(mine, message):
+    for kind in ({"policy": "x"}, {"name": "x"}):
+        make = HostSplits if "policy" in kind else ScheduleView
+        with pytest.raises(ValueError, match=f"policy 'x': .*{message}"):
+            make(ranges=(mine,), nominal=(1,), **kind)
+    with pytest.raises(ValueError, match="nominal: expected a number for each of 1 requests, got 2"):
+        HostSplits(policy="x", ranges=(((0, 5),),), nominal=(1, 1))
+
+
 # ---------------------------------------------------------------- exports
 
 
@@ -325,6 +369,26 @@ def test_a_path_that_cannot_be_meant_is_refused(kind, tmp_path):
     with pytest.raises(FileNotFoundError, match=rf"^to_{kind}: there is no folder '{tmp_path}/a/b'"):
         write(f"{tmp_path}/a/b/x.{kind}")
     assert not list(tmp_path.iterdir())
+    with pytest.raises(IsADirectoryError, match=f"^to_{kind}: expected a file's name, got ''"):
+        write("")
+
+
+@pytest.mark.parametrize("kind", ["svg", "png", "html"])
+def test_an_export_that_fails_leaves_the_file_of_before(kind, tmp_path, monkeypatch):
+    path, picture = tmp_path / f"a.{kind}", PICTURES["merge of 2"]()
+    write = getattr(picture, f"to_{kind}")
+    write(path)
+    before = path.read_bytes()
+    monkeypatch.setattr("pathlib.Path.replace", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OSError, match=f"^to_{kind}: cannot write '{path}': No space left"):
+        write(path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("dpi", [0, -5, True, 1.5, float("nan"), "x", 10**6])
+def test_a_resolution_that_is_none_is_refused(dpi):
+    with pytest.raises((TypeError, ValueError), match="^dpi: expected "):
+        PICTURES["merge of 2"]().to_png(dpi=dpi)
 
 
 def test_notebooks_get_the_theme_that_was_asked_for():
@@ -347,6 +411,79 @@ def test_pictures_neither_follow_nor_change_the_users_settings():
         before = dict(matplotlib.rcParams)
         assert picture.to_svg() == plain
         assert dict(matplotlib.rcParams) == before
+
+
+def test_threads_that_draw_in_two_themes_wait_for_each_other():
+    before, papers = dict(matplotlib.rcParams), {}
+    light_is_in, dark_is_in, light_is_out = Event(), Event(), Event()
+
+    def light(theme):
+        light_is_in.set()
+        dark_is_in.wait(0.5)  # as long as it does, if the other does not wait outside
+        return style.canvas(1.0)
+
+    def dark(theme):
+        dark_is_in.set()
+        light_is_out.wait(0.5)
+        return style.canvas(1.0)
+
+    def draw_dark():
+        light_is_in.wait()
+        papers["dark"] = Picture(draw=dark, title="", alt="").figure("dark").get_facecolor()
+
+    thread = Thread(target=draw_dark)
+    thread.start()
+    papers["light"] = Picture(draw=light, title="", alt="").figure("light").get_facecolor()
+    light_is_out.set()
+    thread.join()
+    assert {name: to_hex(paper).upper() for name, paper in papers.items()} == {
+        name: theme.paper for name, theme in style.THEMES.items()
+    }
+    assert dict(matplotlib.rcParams) == before
+
+
+TRICKY = (
+    "font-family: Foo",
+    ' id="x" ',
+    "font-family: Foo; y",
+    "url(#a)",
+    'a x="1.23456" d=',
+    "<g id='hint:&'>",
+    "a>b",
+)
+
+
+@pytest.mark.parametrize("words", TRICKY)
+def test_words_that_look_like_attributes_stay(words):
+    splits = HostSplits(policy=words, ranges=(((0, 5), (5, 9)),), nominal=(2,))
+    root = ElementTree.fromstring(show(splits).to_svg())
+    assert root[0].text == f"Under {words} the longest of 2 ranges holds 5 keys, 1.1× the average"
+    assert words in [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    hinted = Picture(draw=lambda theme: _hinted(words), title="", alt="").to_svg()
+    hints = [title.text for title in ElementTree.fromstring(hinted).iter("{http://www.w3.org/2000/svg}title")]
+    assert words in hints
+
+
+def _hinted(words):
+    figure = style.canvas(1.0)
+    fill(style.inches(figure, 0, 0, 1, 1), style.boxes([0], [1], 0, 1), "red", hint=words)
+    return figure
+
+
+@pytest.mark.parametrize("theme", style.THEMES)
+def test_what_cannot_be_printed_has_a_mark(theme):
+    ugly, shown = "a\x1b\x00\ud800\ufffe\nb", "a����⏎b"
+    labelled = replace(merge([0.0, 1.0]), about=ugly)
+    pool = PageMap(
+        pages=4, page_size=1, names=(ugly, "b"), numbers=(0, 1), lens=(1, 1), tables=((1,), (2,)), highlight=0
+    )
+    splits = HostSplits(policy=ugly, ranges=(((0, 5), (5, 9)),), nominal=(2,))
+    for x in (labelled, pool, splits):
+        picture = show(x, theme=theme)
+        assert shown in "".join(ElementTree.fromstring(picture.to_svg()).itertext())
+        assert picture.to_png()
+    words = Picture(draw=lambda theme: style.canvas(1.0), title=ugly, alt=ugly)
+    assert (words.title, words.alt) == (shown, shown)
 
 
 def test_text_in_an_svg_is_text_in_fonts_that_others_have():

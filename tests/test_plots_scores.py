@@ -802,3 +802,68 @@ def test_a_picture_is_redrawn_in_no_time(name, record_property):
     record_property("redraw_seconds", round(seconds, 3))
     record_property("svg_bytes", len(svg_of(name).encode()))
     assert seconds < 3.0
+
+
+# ---------------------------------------------------------------- what cannot be drawn
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_no_numbers_are_refused_where_the_view_is_made(bad):
+    view, rows = drawn(4, 2, 30), drawn(4, 2, 30).weights.clone()
+    rows[2, 7] = bad
+    with pytest.raises(ValueError, match=f"weights: expected finite .*, got {bad} in head 2 of request 1, column 7"):
+        dataclasses.replace(view, weights=rows)
+    made = made_stages([1.0, 2.0, 3.0], hidden=(1,))
+    for stage in ("scaled", "masked", "weights"):
+        row = getattr(made, stage).clone()
+        row[0] = math.nan if stage != "weights" else bad
+        with pytest.raises(ValueError, match=f"{stage}: expected finite numbers, got .* in head 1 of request 0"):
+            dataclasses.replace(made, **{stage: row})
+
+
+def test_nan_in_the_cache_is_named_with_request_and_head():
+    wb = attnlab.workbench("SmolLM2-135M", lens=[40, 5], policy="seed", engine="eager", layers=[18])
+    wb.pool.view(0).k[wb.table.slots_of(wb.table.rows[0])[3].long(), 1] = math.nan
+    with pytest.raises(ValueError, match="weights: .* nan in head 3 of request 0"):
+        wb.scores(18, request=0)
+    with pytest.raises(ValueError, match="scaled: .* nan in head 4 of request 0, column 3; look for NaN"):
+        wb.stages(18, request=0, head=4)
+    assert wb.scores(18, request=1).keys == 5
+
+
+@pytest.mark.parametrize("query", [-1, 30, 99])
+def test_a_query_is_one_of_the_keys(query):
+    with pytest.raises(ValueError, match=f"query: expected the position of one of the keys, 0 to 29, got {query}"):
+        dataclasses.replace(drawn(4, 2, 30), query=query)
+    with pytest.raises(ValueError, match="query: expected the position of one of the keys, 0 to 1"):
+        dataclasses.replace(made_stages([1.0, 2.0]), query=query)
+
+
+@pytest.mark.parametrize("zoom", [1.5, True, "a"])
+def test_a_place_to_zoom_to_is_an_int(zoom):
+    for view in (scores(), head_stages()):
+        with pytest.raises(TypeError, match=f"zoom: expected an int, got {zoom!r}"):
+            show(view, zoom=zoom)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"names": (1, 2)}, "names: expected texts, got int 1"),
+        ({"lens": (-1, 1)}, r"lens: expected ints of at least 0, got \[-1\]"),
+        ({"lens": (0.5, 1)}, "lens: expected an int, got 0.5"),
+        ({"numbers": (0, -1)}, r"numbers: expected ints of at least 0, got \[-1\]"),
+        ({"numbers": (0, True)}, "numbers: expected an int, got True"),
+        ({"pages": 2**31 - 1}, "pages: expected at most 16,777,216 to draw, got 2,147,483,647"),
+    ],
+)
+def test_a_pool_that_is_none_is_refused(changes, message):
+    plain = {"pages": 4, "page_size": 1, "names": ("a", "b"), "numbers": (0, 1), "lens": (1, 1), "tables": ((1,), (2,))}
+    with pytest.raises((TypeError, ValueError), match=message):
+        PageMap(**{**plain, **changes})
+
+
+@pytest.mark.parametrize(("scale", "words"), [(0.0, "q·k × 0"), (-0.125, "q·k × −0.125")])
+def test_a_scale_that_is_no_root_is_written_as_it_is(scale, words):
+    view = made_stages([1.0, 2.0, 3.0], scale=scale)
+    assert words in show(view).to_svg()

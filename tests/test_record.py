@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -16,7 +18,7 @@ import attnlab
 from attnlab.inspect import bins
 from attnlab.inspect.record import Scores, record
 from attnlab.plan.workspace import Partials
-from attnlab.trace import _PLAIN, _SCORE_PLAIN, REDUCTIONS, STAGES, CallTrace, Trace
+from attnlab.trace import _PLAIN, _SCORE_PLAIN, FORMAT, REDUCTIONS, STAGES, CallTrace, ScoreTrace, Trace
 from tests.cases import CASES, ENGINES, FP8, MODIFY, Case, Stand
 from tests.tolerances import LSE, OUTPUT
 
@@ -262,6 +264,8 @@ def test_bad_wishes_are_refused_before_anything_runs() -> None:
     stand = Stand(TOY, *ENGINES[0])
     for wish, message in (
         ({"budget_bytes": 0}, "budget_bytes: expected at least 1, got 0"),
+        ({"budget_bytes": True}, "budget_bytes: expected an int, got True"),
+        ({"layers": [True]}, r"layers: expected a list of numbers, got \[True\]"),
         ({"layers": [9]}, "layer: model 'uniform' has attention in layers 0, 1, got 9"),
         ({"layers": 18}, "layers: expected a list of numbers, got 18"),
         ({"layers": "18"}, "layers: expected a list of numbers, got '18'"),
@@ -278,11 +282,22 @@ def test_bad_wishes_are_refused_before_anything_runs() -> None:
         ({"reduce": "sum", "stages": STAGES}, r"reduce \(raw\): expected one of max, logsumexp, got 'sum'"),
         ({"stages": "weights"}, r"stages: expected a list of stages, such as \('weights',\), got 'weights'"),
         ({"heads": 3}, "heads: expected a list of numbers, got 3"),
+        ({"heads": (True,)}, r"heads: expected a list of numbers, got \(True,\)"),
         ({"requests": ["0"]}, r"requests: expected a list of numbers, got \['0'\]"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             Scores(**wish)
     assert stand.backend.tracer is None
+
+
+@pytest.mark.parametrize("wrong", [None, "backend", 3])
+def test_only_a_backend_is_recorded(wrong: object) -> None:
+    with pytest.raises(TypeError, match=f"backend: expected an AttentionBackend, got {type(wrong).__name__}"):
+        record(wrong).__enter__()
+
+
+def test_a_budget_may_be_of_any_size() -> None:
+    assert len(recorded(Stand(TOY, *ENGINES[0]), budget_bytes=1 << 40)[1].calls) == 1
 
 
 def test_a_request_or_head_that_is_not_there_is_named() -> None:
@@ -357,6 +372,50 @@ def test_a_saved_trace_is_read_back_whole(saved: tuple[Trace, Path]) -> None:
         assert all(name == other and torch.equal(x, y) for (name, x), (other, y) in pairs)
 
 
+def test_numbers_may_be_numpys_and_a_call_may_be_there_twice(tmp_path: Path) -> None:
+    stand = Stand(TOY, *ENGINES[0])
+    trace = recorded(stand, scores=Scores(requests=tuple(np.array([1, 2]))))[1]
+    (call,) = trace.calls
+    trace.calls = [call, replace(call, layer=np.int64(1), start=tuple(np.array(call.start)))]
+    trace.save(tmp_path / "t")
+    first, second = Trace.load(tmp_path / "t").calls
+    assert torch.equal(first.lse, second.lse) and (second.layer, second.start) == (1, call.start)
+
+
+def test_edges_of_one_width_take_a_few_bytes(tmp_path: Path) -> None:
+    keys, call = 131_072, recorded(Stand(TOY.but(lens=(5,)), *ENGINES[0]))[1].call(1)
+    edges = {1: tuple(range(keys + 1)), 16: tuple(range(0, keys + 1, 16)), 7: (*range(0, keys, 7), keys)}
+    scores = tuple(
+        ScoreTrace(request=0, stage="weights", reduce="sum", heads=(0,), edges=e, values=torch.zeros(1, len(e) - 1))
+        for e in edges.values()
+    )
+    long = replace(call, ranges=(((0, keys),),), partial_lse=(), partial_out=(), scores=scores)
+    Trace(calls=[long]).save(tmp_path / "t")
+    assert [score.edges for score in Trace.load(tmp_path / "t").calls[0].scores] == list(edges.values())
+    assert (
+        int.from_bytes((tmp_path / "t").read_bytes()[:8], "little") < 2000
+    )  # safetensors begin with the header's size
+
+
+def test_a_header_must_not_ask_for_more_bins_than_there_are(saved: tuple[Trace, Path]) -> None:
+    changed(saved[1], (*SCORE, "edges"), {"width": 1, "keys": 1 << 60})
+    with pytest.raises(ValueError, match="edges: 1,152,921,504,606,846,976 keys have .* bins of 1, the values 5"):
+        Trace.load(saved[1])
+
+
+def test_a_header_that_is_too_large_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnlab.trace.MOST_HEADER", 100)
+    with pytest.raises(ValueError, match="what is no tensor takes 1,0.. bytes; a file can hold 100 of that"):
+        Trace(tokens=(("x" * 990,),)).save(tmp_path / "t")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_is_saved_where_a_file_can_lie(tmp_path: Path) -> None:
+    for path, message in (("", "expected a file's name"), (tmp_path, "is a folder"), (tmp_path / "a/b", "no folder")):
+        with pytest.raises(OSError, match=f"^path: .*{message}"):
+            Trace().save(path)
+
+
 def test_a_truncated_file_is_no_trace(saved: tuple[Trace, Path]) -> None:
     _, path = saved
     whole = path.read_bytes()
@@ -373,7 +432,7 @@ def test_a_hostile_file_is_no_trace(tmp_path: Path, saved: tuple[Trace, Path]) -
     save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(ValueError, match="no trace of attnlab's"):
         Trace.load(path)
-    for header in ("[]", "{}", "not json", json.dumps({"format": 1}), json.dumps({"format": 2, "calls": [{}]})):
+    for header in ("[]", "{}", "not json", json.dumps({"format": 1}), json.dumps({"format": FORMAT, "calls": [{}]})):
         save_file({"x": torch.zeros(1)}, path, metadata={"attnlab_trace": header})
         with pytest.raises(ValueError, match="is damaged, or disagrees with its tensors"):
             Trace.load(path)

@@ -134,7 +134,8 @@ def themed(theme: str) -> str:
 
 
 def _literal(value: object) -> str:
-    return json.dumps(value) if isinstance(value, str) else repr(value)
+    # JSON is Python for ASCII alone: it spells what lies beyond 16 bits in two halves.
+    return json.dumps(value) if isinstance(value, str) and value.isascii() else repr(value)
 
 
 def _narrow(width: str) -> dict[str, Any]:

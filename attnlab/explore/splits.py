@@ -112,6 +112,8 @@ def explore_splits(
     if compare is not None:
         one_of("compare", compare, names)
     value = _value_of(policy, parameter)
+    if multiprocessors is not None:
+        positive("multiprocessors", multiprocessors)
     batch = _Batch.of(lens=lens, trace=trace, requests=requests, seed=seed)
     fixed = _Fixed(model=model, multiprocessors=multiprocessors, theme=themed(theme))
     return SplitsExplorer(policy=policy, value=value, compare=compare, batch=batch, fixed=fixed)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnlab.checks import require
+from attnlab.checks import member, require, tensor
 from attnlab.plan.plans import Lane
 from attnlab.plan.workspace import Partials
 
@@ -62,14 +62,19 @@ class MergeSteps:
 
     def __post_init__(self) -> None:
         require(len(self.ranges) > 0, f"merge: {self.title} has no keys, so there is nothing to merge")
+        splits = len(self.ranges)
+        empty = [(start, end) for start, end in self.ranges if start >= end]
+        require(not empty, f"ranges: expected some keys in each, got {empty[:1]}")
+        floats = (torch.float64, torch.float32)
+        tensor("lse", self.lse, shape=[splits], dtype=floats)
+        tensor("outputs", self.outputs, shape=[splits, "v_dim"], dtype=floats)
 
     @classmethod
     def of(cls, partials: Partials, lane: Lane, *, layer: int, request: int, head: int) -> MergeSteps:
         """Copy them out of the scratch of a decode call that has just run."""
         kv_heads, reqs = lane.schedule.kv_heads, lane.splits.reqs
         heads = kv_heads * partials.max.shape[1]
-        require(0 <= request < reqs, f"request: the plan has requests 0 to {reqs - 1}, got {request}")
-        require(0 <= head < heads, f"head: the layer has heads 0 to {heads - 1}, got {head}")
+        request, head = member("request", request, reqs, of="the plan"), member("head", head, heads, of="the layer")
         owners = lane.schedule.merge_indptr.tolist()
         mine = RequestPartials.of(partials, request, owners=owners, kv_heads=kv_heads)
         return cls(

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from attnlab.checks import positive, require
+from attnlab.checks import describe, positive, require, whole
 from attnlab.memory.slots import SlotAllocator
+
+MOST_PAGES = 1 << 24
+"""A map of more pages would take gigabytes to draw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,12 @@ class PageMap:
     def __post_init__(self) -> None:
         positive("pages", self.pages)
         positive("page_size", self.page_size)
+        require(self.pages <= MOST_PAGES, f"pages: expected at most {MOST_PAGES:,} to draw, got {self.pages:,}")
+        for name in self.names:
+            require(isinstance(name, str), f"names: expected texts, got {describe(name)}", TypeError)
+        for field, values in (("numbers", self.numbers), ("lens", self.lens)):
+            bad = [value for value in values if whole(field, value) < 0]
+            require(not bad, f"{field}: expected ints of at least 0, got {bad[:1]}")
         reqs = len(self.names)
         sizes = [len(self.numbers), len(self.lens), len(self.tables)]
         require(sizes == [reqs] * 3, f"page map: {reqs} names, but numbers, lens and tables of {sizes} requests")

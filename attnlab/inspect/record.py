@@ -6,7 +6,6 @@ again right after the call, from the paged cache. Times alone are noted by the p
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnlab.backend import AttentionBackend
-from attnlab.checks import one_of, positive, require
+from attnlab.checks import one_of, require, whole
 from attnlab.inspect.bins import POOLS, Bins, Pool, pooled
 from attnlab.inspect.merge import RequestPartials
 from attnlab.kernels.decode import head_tiles
@@ -26,6 +25,8 @@ from attnlab.plan.splits import HostSplits
 from attnlab.plan.workspace import FLOAT_BYTES
 from attnlab.spec import AttentionSpec
 from attnlab.trace import REDUCTIONS, STAGES, CallTrace, Reduce, ScoreTrace, Stage, Trace, finite_or_zero
+
+TextsOf = Callable[[Lane], Sequence[int | None]]
 
 BUDGET_BYTES = 256 << 20
 """What a recording keeps at most, unless it is told otherwise."""
@@ -70,12 +71,14 @@ def record(
     times: bool = False,
     layers: Sequence[int] | None = None,
     budget_bytes: int = BUDGET_BYTES,
+    texts_of: TextsOf | None = None,
 ) -> Iterator[Trace]:
     """Record the decode calls made inside the block; the trace fills as they happen.
 
     `partials` keeps every split's output and log-sum-exp, `scores` what a `Scores` asks for (True: all weights),
     `times` when each program ran (compiled kernels only). What would not fit the budget is left out, and the trace
-    says so. Outputs are the same bits as without a recording.
+    says so. Outputs are the same bits as without a recording. `texts_of` says which of the texts that one puts into
+    `trace.tokens` are those of a lane's requests; without it they are taken to be in the batch's order.
 
     >>> import attnlab
     >>> wb = attnlab.workbench("SmolLM2-135M", lens=[300, 40], policy="seed", engine="eager")
@@ -84,7 +87,11 @@ def record(
     >>> [score.values.shape for score in trace.call(18).scores]
     [torch.Size([9, 19]), torch.Size([9, 40])]
     """
-    positive("budget_bytes", budget_bytes)
+    if not isinstance(backend, AttentionBackend):
+        raise TypeError(
+            f"backend: expected an AttentionBackend, got {type(backend).__name__}; a workbench has its own: wb.record()"
+        )
+    require(whole("budget_bytes", budget_bytes) >= 1, f"budget_bytes: expected at least 1, got {budget_bytes}")
     wanted = _wished(scores)
     looked_at = None if layers is None else frozenset(_numbers("layers", layers))
     for layer in looked_at or ():
@@ -106,6 +113,7 @@ def record(
         times=times,
         layers=looked_at,
         budget=_Budget(trace=trace, limit=budget_bytes),
+        texts_of=texts_of,
     )
     try:
         yield trace
@@ -124,6 +132,7 @@ class Recorder:
     times: bool
     layers: frozenset[int] | None
     budget: _Budget
+    texts_of: TextsOf | None
 
     def times_for(self, layer: int, lane: Lane) -> Tensor | None:
         """Return room for multiprocessor, start and end of every program, where times are wanted."""
@@ -183,6 +192,7 @@ class Recorder:
                 scores=scores,
                 segments=segments.cpu() if keeps_times else None,
                 times=times.cpu() if keeps_times and times is not None else None,
+                texts=() if self.texts_of is None else tuple(self.texts_of(call.lane)),
             )
         )
 
@@ -270,7 +280,7 @@ def _listed(name: str, values: Any, wanted: str) -> tuple[Any, ...]:
 def _numbers(name: str, values: Any) -> tuple[int, ...]:
     """Return numbers of layers, requests or heads as plain ints."""
     try:
-        return tuple(operator.index(value) for value in _listed(name, values, "numbers"))
+        return tuple(whole(name, value) for value in _listed(name, values, "numbers"))
     except TypeError:
         raise TypeError(f"{name}: expected a list of numbers, got {values!r}") from None
 

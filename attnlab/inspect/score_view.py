@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnlab.checks import positive, require
+from attnlab.checks import member, positive, require
 from attnlab.inspect.bins import POOLS, Bins, Pool
 from attnlab.trace import STAGES, CallTrace, ScoreTrace, Stage, Trace
 
@@ -49,7 +49,10 @@ class ScoreView:
             self.pool == "key" or len(self.edges) == bins + 1,
             f"pool: the {self.keys:,} keys have {len(self.edges) - 1} bins by {self.pool}, the weights {bins}",
         )
+        _check_query(self.own, self.keys, self.query, self.start)
         _check_tokens(self.tokens, self.keys, self.request)
+        for head, row in enumerate(self.weights):
+            _check_finite("weights", row, request=self.request, head=head)
 
     @classmethod
     def of(cls, trace: Trace, *, layer: int, request: int) -> ScoreView:
@@ -158,6 +161,11 @@ class StageView:
             all(shape == [self.keys] for shape in shapes),
             f"stages: expected [keys] each, and as many keys, got {shapes}",
         )
+        _check_query(self.own, self.keys, self.query, self.start)
+        for stage in STAGES[1:]:  # raw is not shown; what fp32 cannot hold of it the scale may bring back
+            row = getattr(self, stage)
+            if row is not None:
+                _check_finite(stage, row, request=self.request, head=self.head, hidden=stage != "weights")
         _check_tokens(self.tokens, self.keys, self.request)
 
     @classmethod
@@ -178,7 +186,7 @@ class StageView:
     @classmethod
     def of_call(cls, call: CallTrace, *, request: int, head: int, tokens: Sequence[str] | None = None) -> StageView:
         """Take one head's scores out of a recorded call, with the texts of the request's tokens as in ScoreView."""
-        require(0 <= head < call.heads, f"head: the layer has heads 0 to {call.heads - 1}, got {head!r}")
+        head = member("head", head, call.heads, of="the layer")
         rows = {}
         for stage in STAGES:
             score = _recorded(call, request, stage, STAGES)
@@ -219,9 +227,7 @@ def _recorded(
     call: CallTrace, request: int, stage: Stage, wanted: Sequence[Stage] = ("weights",), *, by_key: bool = True
 ) -> ScoreTrace:
     """Return a request's scores at a stage, key by key where they are; raise ValueError that says what to record."""
-    reqs = len(call.ranges)
-    known = f"requests 0 to {reqs - 1}" if reqs else "no request"
-    require(0 <= request < reqs, f"request: the call of layer {call.layer} has {known}, got {request!r}")
+    member("request", request, len(call.ranges), of=f"the call of layer {call.layer}")
     record = f"record with {_wish(wanted)}"
     found = [score for score in call.scores if (score.request, score.stage) == (request, stage)]
     if not found:
@@ -267,6 +273,24 @@ def _cut(call: CallTrace, tokens: Sequence[str] | None, request: int) -> tuple[s
         f"tokens: request {request} has {end:,} keys, but the texts of only {len(tokens):,} tokens",
     )
     return tuple(tokens[start:end])
+
+
+def _check_query(own: int, keys: int, query: int, start: int) -> None:
+    require(
+        not keys or 0 <= own < keys,
+        f"query: expected the position of one of the keys, {start:,} to {start + keys - 1:,}, got {query!r}",
+    )
+
+
+def _check_finite(name: str, row: Tensor, *, request: int, head: int, hidden: bool = False) -> None:
+    """Raise where a picture would state nonsense: at NaN or an infinity, but for the -inf of `hidden` keys."""
+    bad = ~torch.isfinite(row) & ~(hidden & (row == float("-inf")))
+    if bad.any():
+        key = int(bad.nonzero()[0])
+        raise ValueError(
+            f"{name}: expected finite numbers, got {float(row[key])} in head {head} of request {request}, column "
+            f"{key}; look for NaN or infinity in its query and in the cached keys"
+        )
 
 
 def _check_tokens(tokens: Sequence[str], keys: int, request: int) -> None:

@@ -6,7 +6,6 @@ It adds no behaviour of its own. Every part is the plain object that a server wo
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from attnlab.backend import AttentionBackend
 from attnlab.batch import DecodeBatch
-from attnlab.checks import require
+from attnlab.checks import require, whole
 from attnlab.engines import Engine
 from attnlab.inspect.contents import is_recorded, layer_contents, seed_of, token_texts
 from attnlab.inspect.merge import MergeSteps
@@ -136,9 +135,20 @@ class Workbench:
         layers: Sequence[int] | None = None,
         budget_bytes: int = BUDGET_BYTES,
     ) -> Iterator[Trace]:
-        """Record the calls made inside the block, as `attnlab.record` does; the trace knows the tokens' texts."""
+        """Record the calls made inside the block, as `attnlab.record` does; the trace knows the tokens' texts.
+
+        Other batches of the bench's requests may be decoded inside as well: which is which is told by their slots.
+        """
+        rows = [(request, row) for request, row in enumerate(self.batch.rows.tolist()) if row in self.table.rows]
+        owner = {slot: request for request, row in rows for slot in self.table.slots_of(row).tolist()}
         with record(
-            self.backend, partials=partials, scores=scores, times=times, layers=layers, budget_bytes=budget_bytes
+            self.backend,
+            partials=partials,
+            scores=scores,
+            times=times,
+            layers=layers,
+            budget_bytes=budget_bytes,
+            texts_of=lambda lane: [owner.get(slot) for slot in lane.write_slots.tolist()],
         ) as trace:
             trace.tokens = tuple(self.tokens(request) for request in range(len(self.lens)))
             yield trace
@@ -228,13 +238,7 @@ def _lens(lens: Sequence[int]) -> list[int]:
     """Return the lengths as plain ints: numpy's and tensors' are welcome."""
     if not isinstance(lens, Iterable):
         raise TypeError(f"lens: expected a list of lengths, one per request, got {lens!r}")
-    checked = []
-    for request, length in enumerate(lens):
-        try:
-            checked.append(operator.index(length))
-        except TypeError:
-            raise TypeError(f"lens: request {request}: expected an int, got {length!r}") from None
-    return checked
+    return [whole(f"lens: request {request}", length) for request, length in enumerate(lens)]
 
 
 def _spec(model: str | ModelSpec, layers: Sequence[int] | None, given: dict[str, Any]) -> ModelSpec:

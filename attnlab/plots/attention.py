@@ -6,7 +6,6 @@ Heads are rows, framed with those that share a KV head. Above all keys, pooled; 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -91,7 +90,7 @@ def trace_attention(*traces: Trace, zoom: int | None = None, pool: Pool | None =
     found = next((call for call in trace.calls if any(True for _ in _weighed(call))), None)
     if found is None:
         raise ValueError("trace: no call has weights to show; record with scores=True")
-    return call_attention(replace(found, tokens=trace.tokens), zoom=zoom, pool=pool)
+    return call_attention(trace.told(found), zoom=zoom, pool=pool)
 
 
 def _weighed(call: CallTrace) -> Iterator[int]:

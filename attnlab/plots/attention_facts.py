@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnlab.checks import require
+from attnlab.checks import require, whole
 from attnlab.inspect.bins import Bins, Pool
 from attnlab.inspect.score_view import ScoreView
 from attnlab.plots.token_text import visible
@@ -81,6 +81,7 @@ def zoom_of(view: ScoreView, zoom: int | None) -> tuple[int, int]:
     last = max(0, view.keys - ZOOM)
     if zoom is None:
         return last, view.keys
+    zoom = whole("zoom", zoom)
     require(
         0 <= zoom - view.start < max(1, view.keys),
         f"zoom: expected a key, {view.start} to {view.start + max(0, view.keys - 1)}, to enlarge {ZOOM} keys from, "

@@ -25,6 +25,7 @@ HEAVY = 0.5
 class MergeView:
     """One head's merge: for each split that has seen a key its number (from 1), keys, LSE, weight and length of output.
 
+    `masked` counts the splits that are left out, as every score in them is masked.
     `distance` is how far the running answer is from the final one, as a share of it; None where that is all zeros.
     """
 
@@ -37,6 +38,7 @@ class MergeView:
     weight: Numbers
     length: Numbers
     distance: Numbers | None
+    masked: int
 
     @classmethod
     def of(cls, steps: MergeSteps) -> MergeView:
@@ -58,6 +60,7 @@ class MergeView:
             weight=steps.weights[seen].numpy(),
             length=steps.outputs[seen].norm(dim=1).numpy(),
             distance=steps.distance[seen].numpy() if has_length else None,
+            masked=len(steps.ranges) - len(at),
         )
 
     @property
@@ -103,12 +106,16 @@ def _surprising(view: MergeView) -> bool:
 
 
 def _alone(view: MergeView) -> str:
+    if view.count == 1 and view.masked:
+        which = f"split {view.number[0]} of {view.masked + 1}"
+        return f"Only {which} has a key that is not masked, so there is nothing to merge"
     if view.count == 1:
         return f"One split holds {everything(view.keys[0])}, so there is nothing to merge"
     top = view.heaviest
     weight = f"{share(float(view.weight[top]))} of the weight"
     if view.weight[top] < HEAVY:
-        return f"The heaviest of {view.count} splits holds {weight}; the answer is {arrival_words(view)}"
+        splits = f"{view.count} splits" + (" that see a key" if view.masked else "")
+        return f"The heaviest of {splits} holds {weight}; the answer is {arrival_words(view)}"
     link = "yet" if _surprising(view) else "and"
     return f"Split {view.number[top]} holds {weight}, {link} the answer is {arrival_words(view)}"
 
@@ -143,7 +150,8 @@ def below_words(x: float) -> str:
 def in_words(views: Sequence[MergeView]) -> str:
     """Return what the picture shows, for those who cannot see it."""
     return " ".join(
-        f"{view.title}: {plural(sum(view.keys), 'key')} in {plural(view.count, 'split')}; split "
+        f"{view.title}: {plural(sum(view.keys), 'key')} in {plural(view.count, 'split')}"
+        f"{f', {view.masked:,} more masked' if view.masked else ''}; split "
         f"{view.number[view.heaviest]} weighs most, {share(float(view.weight.max()))}; "
         f"the answer is {arrival_words(view)}."
         for view in views

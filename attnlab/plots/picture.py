@@ -13,10 +13,12 @@ from typing import Any, overload
 
 from matplotlib.figure import Figure
 
-from attnlab.checks import require
+from attnlab.checks import positive, require
+from attnlab.files import place, write_whole
 from attnlab.plots.style import THEMES, Theme, styled, theme_of
+from attnlab.plots.words import marked
 
-PNG_DPI = 156
+PNG_DPI, MOST_DPI = 156, 1200
 PORTABLE = "Arial, Helvetica, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 """The fonts that an SVG asks for: the reader's machine need not have those of the machine that drew it."""
 HINT = "hint:"
@@ -67,6 +69,10 @@ class Picture:
     alt: str
     theme: str = "light"
 
+    def __post_init__(self) -> None:
+        for name in ("title", "alt"):
+            object.__setattr__(self, name, marked(getattr(self, name)))
+
     def __repr__(self) -> str:
         return f"Picture({self.title!r})"
 
@@ -86,9 +92,9 @@ class Picture:
         The text depends on the data alone. It names nothing outside of itself, and its ids differ from those of
         any other picture, so that it may stand beside others in one page.
         """
-        target = _target(path, "svg")
+        path = _target(path, "svg")
         svg = _clean(self._saved(theme, "svg", metadata=_NO_METADATA).decode(), self.title, self.alt)
-        return svg if target is None else _written(target, svg.encode())
+        return svg if path is None else _written(path, "svg", svg.encode())
 
     @overload
     def to_png(self, path: None = None, *, theme: str | None = None, dpi: int = PNG_DPI) -> bytes: ...
@@ -98,10 +104,11 @@ class Picture:
         self, path: str | pathlib.Path | None = None, *, theme: str | None = None, dpi: int = PNG_DPI
     ) -> bytes | pathlib.Path:
         """Return the picture as PNG; where a path is given, write it there and return the path."""
-        target = _target(path, "png")
+        path = _target(path, "png")
+        require(positive("dpi", dpi) <= MOST_DPI, f"dpi: expected at most {MOST_DPI:,} pixels an inch, got {dpi:,}")
         about = {"Title": self.title, "Software": None}
         png = self._saved(theme, "png", dpi=dpi, metadata=about, pil_kwargs=_QUICK)
-        return png if target is None else _written(target, png)
+        return png if path is None else _written(path, "png", png)
 
     @overload
     def to_html(self, path: None = None) -> str: ...
@@ -112,11 +119,11 @@ class Picture:
 
         The page shows the one that the reader's system prefers, and the light one on paper.
         """
-        target = _target(path, "html")
+        path = _target(path, "html")
         svgs = {name: self.to_svg(theme=name) for name in THEMES}
         papers = {f"{name}_paper": theme.paper for name, theme in THEMES.items()}
         html = _PAGE.format(title=escape(self.title), **svgs, **papers)
-        return html if target is None else _written(target, html.encode())
+        return html if path is None else _written(path, "html", html.encode())
 
     def _repr_svg_(self) -> str:
         return self.to_svg()
@@ -138,25 +145,21 @@ class Picture:
 
 
 def _target(path: str | pathlib.Path | None, kind: str) -> pathlib.Path | None:
-    """Return the path to write to, if any; raise where its name says another format, or its folder is missing."""
+    """Return the path to write to, if any; raise where its name says another format, or no file can lie there."""
     if path is None:
         return None
+    place(path, name=f"to_{kind}")
     target = pathlib.Path(path)
     suffixes = ("", ".html", ".htm") if kind == "html" else ("", f".{kind}")
     require(
         target.suffix.lower() in suffixes,
         f"to_{kind}: writes {kind.upper()}, but {target.name!r} ends in {target.suffix!r}; name it *.{kind}",
     )
-    require(
-        target.parent.is_dir(),
-        f"to_{kind}: there is no folder {str(target.parent)!r}; make it first",
-        FileNotFoundError,
-    )
     return target
 
 
-def _written(target: pathlib.Path, content: bytes) -> pathlib.Path:
-    target.write_bytes(content)
+def _written(target: pathlib.Path, kind: str, content: bytes) -> pathlib.Path:
+    write_whole(target, content, name=f"to_{kind}")
     return target
 
 
@@ -170,26 +173,48 @@ def _clean(svg: str, title: str, alt: str) -> str:
     svg = svg[svg.index("<svg") :]
     # Matplotlib styles "*", which would reach every element of the page that the picture is put into.
     svg = re.sub(r"\s*<defs>\s*<style.*?</style>\s*</defs>", "", svg, count=1, flags=re.DOTALL)
-    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
-    svg = re.sub(rf'<g id="{HINT}([^"]*)">', r"<g><title>\1</title>", svg)
-    svg = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", svg)
-    svg = re.sub(r' (?:d|x|y)="[^"]*"', _rounded, svg)
-    svg = _own_ids(svg)
+    svg = _with_attributes(svg, _plain)
+    svg = _own_ids(re.sub(rf'<g id="{HINT}([^"]*)">', r"<g><title>\1</title>", svg))
     look = f"font-family: {PORTABLE}; stroke-linejoin: round; stroke-linecap: butt"
     root = f' role="img" aria-label="{escape(f"{title}. {alt}")}" style="{look}">'
     head, body = svg.split(">", 1)
     return f"{head}{root}\n <title>{escape(title)}</title>\n <desc>{escape(alt)}</desc>{body}"
 
 
-def _rounded(attribute: re.Match[str]) -> str:
-    """Keep two decimals of coordinates: a hundredth of a point is not to be seen."""
-    return re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", attribute[0])
+def _with_attributes(svg: str, change: Callable[[str, str], str | None]) -> str:
+    """Return an SVG whose tags have other attributes: `change` takes a name and a value, and drops one by None.
+
+    Texts stay as they are, whatever they look like: in them, as in values, < and > are escaped.
+    """
+
+    def attribute(found: re.Match[str]) -> str:
+        value = change(found[1], found[2][1:-1].replace('"', "&quot;"))
+        return "" if value is None else f' {found[1]}="{value}"'
+
+    return _TAG.sub(lambda tag: _ATTRIBUTE.sub(attribute, tag[0]), svg)
+
+
+_TAG = re.compile(r"<[^>]*>")
+_ATTRIBUTE = re.compile(r""" ([\w:-]+)=("[^"]*"|'[^']*')""")
+
+
+def _plain(name: str, value: str) -> str | None:
+    """Leave out fonts that a machine may lack, and turns by nothing; of coordinates keep two decimals, which do."""
+    if name == "style":
+        return re.sub(r"font-family: [^;]*;? ?", "", value)
+    if name in ("d", "x", "y"):
+        return re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", value)
+    return None if name == "transform" and value.startswith("rotate(-0 ") else value
 
 
 def _own_ids(svg: str) -> str:
     """Keep the ids that are referred to, and name them after the content; matplotlib calls every figure "figure_1"."""
-    digest = hashlib.sha256(svg.encode()).hexdigest()[:8]
-    used = dict.fromkeys(re.findall(r'(?:url\(|href=")#([^")]+)', svg))
-    names = {old: f"a{digest}-{i}" for i, old in enumerate(used)}
-    svg = re.sub(r'(url\(|href=")#([^")]+)', lambda m: f"{m[1]}#{names[m[2]]}", svg)
-    return re.sub(r' id="([^"]*)"', lambda m: f' id="{names[m[1]]}"' if m[1] in names else "", svg)
+    digest, names = hashlib.sha256(svg.encode()).hexdigest()[:8], dict[str, str]()
+
+    def refer(name: str, value: str) -> str:
+        # A reference is url(#id) inside a value, or all of a link.
+        pattern = r"^(#)(.+)$" if name.endswith("href") else r"(url\(#)([^)]+)"
+        return re.sub(pattern, lambda m: m[1] + names.setdefault(m[2], f"a{digest}-{len(names)}"), value)
+
+    svg = _with_attributes(svg, refer)
+    return _with_attributes(svg, lambda name, value: names.get(value) if name == "id" else value)

@@ -13,7 +13,7 @@ from attnlab.kernels.decode import head_tiles as head_tiles_of
 from attnlab.plan.plans import DecodePlan, Lane
 from attnlab.plan.policy import HostPolicy, SplitContext, SplitPolicy
 from attnlab.plan.schedule import Schedule
-from attnlab.plan.splits import HostSplits, SplitPlan, cut
+from attnlab.plan.splits import HostSplits, SplitPlan, check_ranges, cut
 from attnlab.plots.words import between, everything, plural, short, times
 from attnlab.spec import ModelSpec
 
@@ -40,6 +40,7 @@ class ScheduleView:
             len(self.ranges) == len(self.nominal),
             f"nominal: expected a number for each of {len(self.ranges)} requests, got {len(self.nominal)}",
         )
+        check_ranges(self.ranges, self.lens, policy=self.name, max_ranges=None)
 
     @property
     def lens(self) -> tuple[int, ...]:

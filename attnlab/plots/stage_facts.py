@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnlab.checks import require
+from attnlab.checks import require, whole
 from attnlab.inspect.score_view import StageView
 from attnlab.plots.token_text import visible
 from attnlab.plots.words import plural, share, signed, times
@@ -48,7 +48,7 @@ def columns_of(view: StageView, zoom: int | None) -> list[Column]:
 
     The 48 are the last ones, or begin at `zoom`. Columns stand where they stand for any `zoom`.
     """
-    keys = view.keys
+    keys, zoom = view.keys, None if zoom is None else whole("zoom", zoom)
     require(
         zoom is None or 0 <= zoom - view.start < max(1, keys),
         f"zoom: expected a key, {view.start} to {view.start + max(0, keys - 1)}, to show {ZOOM} keys from, "
@@ -140,6 +140,8 @@ def score_limit(view: StageView) -> tuple[float, bool]:
     if not finite.any():
         return 1.0, False
     most = max(float(finite.max()), float(np.quantile(finite.abs().numpy(), NEARLY_ALL)))
+    if most == 0:
+        return 1.0, False
     step = 10.0 ** floor(log10(most)) if most < 1 else 1.0
     limit = ceil(most / step - 1e-9) * step
     return limit, bool(finite.min() < -limit)
@@ -148,15 +150,15 @@ def score_limit(view: StageView) -> tuple[float, bool]:
 def scale_words(scale: float) -> str:
     """Return what the dot product is multiplied with, as it is written in papers where it is a square root.
 
-    >>> scale_words(0.125), scale_words(576 ** -0.5), scale_words(0.3), scale_words(1.0)
-    ('q·k ÷ √64', 'q·k ÷ √576', 'q·k × 0.3', 'q·k')
+    >>> scale_words(0.125), scale_words(576 ** -0.5), scale_words(0.3), scale_words(1.0), scale_words(-0.125)
+    ('q·k ÷ √64', 'q·k ÷ √576', 'q·k × 0.3', 'q·k', 'q·k × −0.125')
     """
     if scale == 1:
         return "q·k"
-    dims = scale**-2
-    if abs(dims - round(dims)) < 1e-4 * dims and dims > 1:
+    dims = scale**-2 if scale > 1e-9 else 0.0
+    if dims > 1 and abs(dims - round(dims)) < 1e-4 * dims:
         return f"q·k ÷ √{round(dims)}"
-    return f"q·k × {scale:.3g}"
+    return f"q·k × {scale:.3g}".replace("-", "−")
 
 
 def key_words(view: StageView, column: Column) -> str:

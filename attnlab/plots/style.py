@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import matplotlib
@@ -183,10 +184,14 @@ def rc(theme: Theme) -> dict[str, Any]:
     }
 
 
+_ONE_AT_A_TIME = RLock()
+"""Matplotlib's settings are the process's: threads that draw take turns."""
+
+
 @contextmanager
 def styled(theme: Theme) -> Iterator[None]:
     """Draw and save under a theme. Whatever the user has set for matplotlib neither matters nor changes."""
-    with matplotlib.rc_context():
+    with _ONE_AT_A_TIME, matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(rc(theme))
         yield

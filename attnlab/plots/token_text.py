@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from attnlab.plots.words import short
 
-MARKS = {"\n": "⏎", "\r": "␍", "\t": "⇥"}
 LEGEND = "In texts · is a leading space, ⏎ a line break."
 MOST = 12
 """No token is written with more characters."""
@@ -17,9 +16,4 @@ def visible(text: str, most: int = MOST) -> str:
     ['·the', '⏎⏎', 'a b', '····x', '�', '∅', 'internation…']
     """
     body = text.lstrip(" ")
-    marked = "·" * (len(text) - len(body)) + body
-    return short("".join(_mark(c) for c in marked), most) or "∅"
-
-
-def _mark(character: str) -> str:
-    return MARKS.get(character) or (character if character.isprintable() else "�")
+    return short("·" * (len(text) - len(body)) + body, most) or "∅"

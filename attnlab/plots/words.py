@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+MARKS = {"\n": "⏎", "\r": "␍", "\t": "⇥"}
+"""How what breaks a line, or is wide, is written."""
 ROUNDING = 1e-5
 """A share that is so near to 1 is 1: weights are fp32 numbers, and summed."""
 
@@ -70,8 +72,18 @@ def two_digits(x: float) -> str:
     return f"{x:,.0f}" if x >= 99.5 else f"{x:#.2g}".rstrip(".")
 
 
+def marked(text: str) -> str:
+    r"""Return a text with a mark for a line break, and for what cannot be printed: half characters, control characters.
+
+    >>> marked("a\nb\x1bc\ud800")
+    'a⏎b�c�'
+    """
+    return "".join(MARKS.get(c) or (c if c.isprintable() else "�") for c in text)
+
+
 def short(name: str, most: int = 36) -> str:
-    """Return a name that someone else chose, cut to `most` characters."""
+    """Return a name that someone else chose, cut to `most` characters that can be printed."""
+    name = marked(name)
     return name if len(name) <= most else name[: most - 1] + "…"
 
 

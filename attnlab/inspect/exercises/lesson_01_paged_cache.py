@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
 
-from attnlab.inspect.exercises.registry import TOY_LENS, ask, exercise
+from attnlab.inspect.exercises.registry import TOY_LENS, ask, exercise, whole_numbers
 from attnlab.memory.slots import SlotAllocator
 
 
@@ -21,7 +21,7 @@ def slots_after_release(answer: Any) -> str:
     slots.release("b")
     expected = slots.allocate("c", 6).tolist()
     pages = sorted({slot // page_size for slot in expected})
-    got = [int(slot) for slot in answer]
+    got = whole_numbers(answer)
     if got == expected:
         return ""
     if got == pages:

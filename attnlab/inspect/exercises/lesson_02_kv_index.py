@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnlab.inspect.exercises.registry import as_tensor, ask, exercise, several
+from attnlab.inspect.exercises.registry import as_tensor, ask, exercise, several, whole_numbers
 from attnlab.inspect.exercises.toy import toy
 from attnlab.plan.index import KVIndex
 
@@ -23,7 +23,7 @@ def owner_of_entry(answer: Any) -> str:
     expected = [request, ENTRY - indptr[request]]
     if len(answer) != 2:
         return f"Expected a pair (request, position), got {answer!r}."
-    got = [int(x) for x in answer]
+    got = whole_numbers(answer)
     if got == expected[::-1]:
         return "Both are right, but the request comes first."
     if got[0] != expected[0]:

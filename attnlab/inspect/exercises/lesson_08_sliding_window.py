@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from attnlab.batch import VerifyBatch
-from attnlab.inspect.exercises.registry import as_tensor, ask, exercise, several
+from attnlab.inspect.exercises.registry import as_tensor, ask, exercise, several, whole_numbers
 from attnlab.inspect.exercises.toy import two_kinds
 from attnlab.inspect.workbench import workbench
 from attnlab.mask import depths
@@ -47,7 +47,7 @@ def first_keys(answer: Any) -> str:
 @exercise("08-2", Sequence, "a list of parents")
 def tree_that_sees_cached_keys(answer: Any) -> str:
     """A tree that is as deep as the window lets it be."""
-    parents = [int(parent) for parent in answer]
+    parents = whole_numbers(answer)
     if len(parents) != DRAFTS:
         return f"There should be {DRAFTS} drafts, got {len(parents)} parents."
     depth = depths(parents)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.inspect.exercises.registry import as_tensor, ask, exercise
+from attnlab.inspect.exercises.registry import as_tensor, ask, exercise, whole_numbers
 from attnlab.memory.mapped import MappedAllocator
 from attnlab.memory.pool import Translation
 from attnlab.spec import Sight
@@ -27,7 +27,7 @@ def kept_after(answer: Any) -> str:
     expected = [_kept(WINDOW, PAGE, TOKENS, query) for query in QUERIES]
     if len(answer) != len(expected):
         return f"Expected a list of two positions, one for each query, got {answer!r}."
-    got = [int(x) for x in answer]
+    got = whole_numbers(answer)
     if got == expected:
         return ""
     if got == [sight.first(query) for query in QUERIES]:

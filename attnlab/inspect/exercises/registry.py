@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnlab.checks import whole
 from attnlab.registry import Registry
 
 TOY_LENS = (5, 64, 200, 1)
@@ -99,6 +100,7 @@ def missing(x: object) -> bool:
 
 def ask(case: str, function: Callable[..., Any], *args: Any) -> Any:
     """Call the reader's function, and return what it returns; say on which case it raised, or returned nothing."""
+    before = _copied(args)
     try:
         got = function(*args)
     except Exception as error:
@@ -106,7 +108,33 @@ def ask(case: str, function: Callable[..., Any], *args: Any) -> Any:
         raise Wrong(f"{case}: it raised {words}. Call it yourself on such inputs to see where.") from error
     if missing(got):
         raise Wrong(NOTHING)
+    if not _as_before(args, before):
+        raise Wrong(f"{case}: it changes what it is given. Whoever called it still needs that: work on a copy.")
     return got
+
+
+def _copied(x: Any) -> Any:
+    """Return tensors and lists as they are now."""
+    if isinstance(x, Tensor):
+        return x.clone()
+    return [_copied(y) for y in x] if isinstance(x, list | tuple) else x
+
+
+def _as_before(x: Any, before: Any) -> bool:
+    """Whether tensors and lists are still what they were copied from."""
+    if isinstance(before, Tensor):
+        return isinstance(x, Tensor) and x.shape == before.shape and bool(torch.equal(x, before))
+    if isinstance(before, list):
+        return isinstance(x, list | tuple) and len(x) == len(before) and all(map(_as_before, x, before))
+    return x is before or bool(x == before)
+
+
+def whole_numbers(answer: Sequence[Any]) -> list[int]:
+    """Return the whole numbers that the reader's list holds."""
+    try:
+        return [whole("answer", x) for x in answer]
+    except TypeError:
+        raise Wrong(f"Expected whole numbers, got {answer!r}.") from None
 
 
 def several(case: str, got: Any, names: Sequence[str]) -> list[Any]:
@@ -124,9 +152,12 @@ def several(case: str, got: Any, names: Sequence[str]) -> list[Any]:
 def as_tensor(case: str, got: Any) -> Tensor:
     """Return what the reader's function returned as a tensor."""
     try:
-        return torch.as_tensor(got)
+        mine = torch.as_tensor(got)
     except (TypeError, ValueError, RuntimeError) as error:
         raise Wrong(f"{case}: expected a tensor, got {_type_words(got)}.") from error
+    if mine.is_complex() or mine.dtype == torch.bool:
+        raise Wrong(f"{case}: expected a tensor of numbers, got {str(mine.dtype).removeprefix('torch.')}.")
+    return mine
 
 
 def near(got: Tensor, expected: Tensor) -> bool:
