@@ -16,9 +16,11 @@ from attnlab.checks import describe, positive, require, same_device, tensor
 from attnlab.engines import Engine, engine_for
 from attnlab.memory.pool import KVPool
 from attnlab.memory.requests import RequestTable
+from attnlab.memory.rows import read_back
 from attnlab.plan import policies  # noqa: F401  (registers the policies)
 from attnlab.plan.build import Planner
 from attnlab.plan.call import FLOATS, DecodeCall
+from attnlab.plan.extend_call import ExtendCall
 from attnlab.plan.plans import DecodePlan, ExtendPlan, Lane, Plan, VerifyPlan
 from attnlab.plan.policy import HostPolicy, SplitPolicy, resolve_policy
 from attnlab.plan.workspace import Partials, Workspace
@@ -160,6 +162,70 @@ class AttentionBackend:
             self.tracer.decoded(call)
         return out
 
+    @torch.no_grad()
+    def extend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        plan: ExtendPlan | VerifyPlan,
+        *,
+        sinks: Tensor | None = None,
+        aux: Tensor | None = None,
+        save: bool = True,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Store the new tokens' K and V, then attend with each of them; return `[tokens, heads, v_dim]`.
+
+        `q` is `[tokens, heads, qk_dim]` (or 2-D, heads and dim in one), `k` and `v` `[tokens, kv_heads, dim]`, all of
+        one dtype; under MLA `v` is None. With `k` and `v` both None what the pool holds for the new tokens is read
+        back. With `save=False` nothing is stored, which a plan in one pass, that reads everything from the pool,
+        refuses where `k` is given. `out` and `lse` (natural log, fp32 `[tokens, heads]`, the sink included) are filled
+        where given. Rows beyond the live tokens of a plan whose lengths only the device knows are left as they are.
+        Everything is checked first: on an error nothing was stored.
+        """
+        spec = self.model.layer(layer)
+        several = isinstance(plan, ExtendPlan | VerifyPlan)
+        require(several, f"plan: expected an ExtendPlan or VerifyPlan, got {type(plan).__name__}", TypeError)
+        self._check_epoch(plan.epoch)
+        lane, view = plan.lane(layer), self.pool.view(spec.pool_layer)
+        one_pass = isinstance(plan, ExtendPlan) and plan.one_pass
+        q = _split_heads(q, spec)
+        if out is None:
+            out = q.new_zeros(q.shape[0], spec.attention.heads, spec.attention.v_dim)
+        given = k is not None
+        require(given or v is None, "k: expected keys beside the values, got None; pass both, or None for both")
+        require(
+            save or not given or not one_pass,
+            "save: a plan in one pass reads the new tokens from the pool; pass save=True, or None for k and v",
+        )
+        if k is None:
+            k, v = read_back(view, lane.write_slots, q.dtype)
+        elif v is None:
+            require(view.v_in_k, "v: expected values beside the keys, got None; pass both, or None for both", TypeError)
+            v = k[..., : spec.attention.v_dim]
+        call = ExtendCall(
+            layer=layer,
+            spec=spec.attention,
+            view=view,
+            lane=lane,
+            queries=plan.queries,
+            one_pass=one_pass,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            lse=lse,
+            sinks=sinks,
+            aux=aux,
+        )
+        if save and given:
+            self.pool.store(spec.pool_layer, lane.write_slots, k, None if view.v_in_k else v)
+        self.engine.extend(call)
+        return out
+
     def partials(self, layer: int, plan: DecodePlan) -> Partials:
         """Return the scratch of this layer and plan: after its decode call, and until the next, every range's state."""
         lane, spec = plan.lane(layer), self.model.layer(layer).attention
@@ -167,12 +233,15 @@ class AttentionBackend:
 
     def _lane(self, layer: int, plan: DecodePlan) -> Lane:
         require(isinstance(plan, DecodePlan), f"plan: expected a DecodePlan, got {type(plan).__name__}", TypeError)
+        self._check_epoch(plan.epoch)
+        return plan.lane(layer)
+
+    def _check_epoch(self, epoch: int) -> None:
         require(
-            plan.epoch == self.pool.epoch,
-            f"plan: made for another state of the pool (epoch {plan.epoch}, now {self.pool.epoch}): slots were freed "
+            epoch == self.pool.epoch,
+            f"plan: made for another state of the pool (epoch {epoch}, now {self.pool.epoch}): slots were freed "
             "or moved since, or the plan belongs to another backend; plan again",
         )
-        return plan.lane(layer)
 
     def _max_ranges(self, max_requests: int, max_tokens: int) -> int:
         """Return the most ranges that a batch of so many requests and tokens can be cut into, in any lane."""

@@ -14,13 +14,16 @@ from attnlab import _triton
 from attnlab._boot import INTERPRETED
 from attnlab.checks import one_of, placed, require
 from attnlab.eager import decode as eager_decode
+from attnlab.eager import extend as eager_extend
 from attnlab.eager import scores as eager_scores
 from attnlab.eager.index import EagerPlanOps
 from attnlab.kernels import decode as triton_decode
+from attnlab.kernels import extend as triton_extend
 from attnlab.kernels import scores as triton_scores
 from attnlab.kernels.index import TritonPlanOps
 from attnlab.kernels.target import Target, launching_on
 from attnlab.plan.call import DecodeCall
+from attnlab.plan.extend_call import ExtendCall
 from attnlab.plan.ops import PlanOps
 from attnlab.spec import AttentionSpec
 
@@ -39,6 +42,9 @@ class Engine(Protocol):
 
     def decode(self, call: DecodeCall) -> None:
         """Attend to every segment of the schedule, leave the states in `call.partials`, merge them into `call.out`."""
+
+    def extend(self, call: ExtendCall) -> None:
+        """Attend for every query token of an extend or verify step, into `call.out`."""
 
     def scores(self, call: DecodeCall, spec: AttentionSpec, *, requests: Tensor, max_keys: int) -> Tensor:
         """Return what the score pipeline of `spec` makes of a call's keys, `[rows, heads, max_keys]` fp32.
@@ -69,6 +75,10 @@ class EagerEngine:
             self.check_times()
         eager_decode.decode_split(call)
         eager_decode.decode_merge(call)
+
+    def extend(self, call: ExtendCall) -> None:
+        """Attend in torch."""
+        eager_extend.extend(call)
 
     def scores(self, call: DecodeCall, spec: AttentionSpec, *, requests: Tensor, max_keys: int) -> Tensor:
         """Return scores in torch."""
@@ -117,6 +127,11 @@ class TritonEngine:
         with launching_on(self.device):
             triton_decode.decode_split(call, target=self.target)
             triton_decode.decode_merge(call, target=self.target)
+
+    def extend(self, call: ExtendCall) -> None:
+        """Launch the extend kernel."""
+        with launching_on(self.device):
+            triton_extend.extend(call, target=self.target)
 
     def scores(self, call: DecodeCall, spec: AttentionSpec, *, requests: Tensor, max_keys: int) -> Tensor:
         """Launch the score kernel."""

@@ -352,9 +352,9 @@ def _alibi(request: int, aux: Tensor | None) -> oracle.Modify:
 def _bias(request: int, aux: Tensor) -> oracle.Modify:
     def modify(scores: Tensor, q_pos: int, kv_pos: Tensor, head: int) -> Tensor:
         biased = scores.clone()
-        for j in range(len(kv_pos)):
-            if q_pos - j < aux.shape[2]:
-                biased[j] += aux[request, head, q_pos - j].double()
+        for j, position in enumerate(kv_pos.tolist()):
+            if 0 <= q_pos - position < aux.shape[2]:
+                biased[j] += aux[request, head, q_pos - position].double()
         return biased
 
     return modify

@@ -89,3 +89,52 @@ def score_pipeline(
 def finite_or_zero(maximum):
     """What to subtract before exp: the maximum, or 0 where nothing was seen (-inf minus -inf would be NaN)."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@jit
+def softmax_step(running_max, running_sum, acc, scores, v, PACKED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The softmax state of [rows], one tile of keys later."""
+    new_max = tl.maximum(running_max, tl.max(scores, 1))
+    shift = finite_or_zero(new_max)
+    p = tl.exp(scores - shift[:, None])
+    fade = tl.exp(running_max - shift)
+    acc = acc * fade[:, None] + weighted_sum(p, v, PACKED, BLOCK_N)
+    running_sum = running_sum * fade + tl.sum(p, 1)
+    return new_max, running_sum, acc
+
+
+@jit
+def visible_keys(
+    q_pos,
+    kv_pos,
+    number,
+    other,
+    column,
+    mask_m,
+    mask_n,
+    bits_row,
+    window,
+    chunk,
+    CAUSAL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+):
+    """[queries, keys]: which keys a query sees, by sight and then by mask or causality.
+
+    `number` and `other` are places among the request's new tokens, `other` below 0 for a cached key; `column` is the
+    key's in a row of the mask, which begins at `bits_row`.
+    """
+    visible = mask_m[:, None] & mask_n[None, :]
+    if HAS_WINDOW:
+        visible = visible & (kv_pos[None, :] > q_pos[:, None] - window)
+    if HAS_CHUNK:
+        visible = visible & (kv_pos[None, :] // chunk == q_pos[:, None] // chunk)
+    if HAS_MASK:
+        bits = tl.load(bits_row[:, None] + column[None, :], mask=visible, other=0)
+        visible = visible & (bits != 0)
+    elif CAUSAL:
+        visible = visible & (other[None, :] <= number[:, None])
+    elif HAS_WINDOW:
+        visible = visible & (kv_pos[None, :] < q_pos[:, None] + window)
+    return visible

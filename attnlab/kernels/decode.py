@@ -123,7 +123,7 @@ def split_constants(
     *, spec: AttentionSpec, view: KVView, target: Target, q_dtype: torch.dtype
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on."""
-    compute = _compute_dtype(q_dtype, view.k.dtype)
+    compute = compute_dtype(q_dtype, view.k.dtype)
     config = SplitConfig.choose(spec, target, fp32=compute == torch.float32)
     block_d, block_r = dim_tiles(spec.qk_dim)
     constants: dict[str, Any] = {
@@ -196,9 +196,14 @@ def merge_constants(*, spec: AttentionSpec, has_lse: bool) -> dict[str, Any]:
     }
 
 
-def _compute_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
     """Return what tiles are cast to before a dot: q's dtype, or the pool's where wider; fp8 is always lifted."""
     return q_dtype if kv_dtype == torch.float8_e4m3fn else torch.promote_types(q_dtype, kv_dtype)
+
+
+def tl_dtype(dtype: torch.dtype) -> Any:
+    """Return Triton's name of a dtype that tiles are computed in."""
+    return _TL_DTYPES[dtype]
 
 
 def slot_stride(view: KVView, x: Tensor) -> int:

@@ -43,6 +43,15 @@ def copy_rows(view: KVView, source: Int[Tensor, " tokens"], target: Int[Tensor, 
         scatter(x, target, view.rows(x, source[:, None], heads))
 
 
+def read_back(view: KVView, slots: Int[Tensor, " tokens"], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the true K `[tokens, kv_heads, qk_dim]` and V at these slots, scales applied, in that dtype."""
+    heads = torch.arange(view.kv_heads, device=view.k.device)
+    k = (view.rows(view.k, slots[:, None], heads).float() * view.k_scale).to(dtype)
+    if view.v_in_k:
+        return k, k[..., : view.v.shape[-1]]
+    return k, (view.rows(view.v, slots[:, None], heads).float() * view.v_scale).to(dtype)
+
+
 def check_rows(name: str, x: Tensor | None, slots: Tensor, storage: Tensor) -> None:
     """Raise unless `x` is one floating-point row per slot, of the storage's heads and dim."""
     tensor(

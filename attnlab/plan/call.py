@@ -59,25 +59,27 @@ class DecodeCall:
         own_memory("out", self.out, read)
         if self.lse is not None:
             own_memory("lse", self.lse, {**read, "out": self.out})
-        self._check_sinks(device)
-        self._check_aux(device, reqs, hint)
+        check_sinks(spec, self.sinks, device)
+        check_aux(spec, self.aux, reqs, device, hint)
 
-    def _check_sinks(self, device: torch.device) -> None:
-        spec, sinks = self.spec, self.sinks
-        if (sinks is not None) != spec.has_sinks:
-            wanted = f"one logit per head, [{spec.heads}]" if spec.has_sinks else "None, as the layer has no sinks"
-            raise ValueError(f"sinks: expected {wanted}, got {describe(sinks)}")
-        if sinks is not None:
-            last_axis_contiguous("sinks", tensor("sinks", sinks, shape=(spec.heads,), dtype=FLOATS, device=device))
 
-    def _check_aux(self, device: torch.device, reqs: int, hint: str) -> None:
-        mod, aux = self.spec.mod, self.aux
-        needs_aux = mod is not None and mod.needs_aux
-        if (aux is not None) != needs_aux:
-            shaped = f"[{reqs}, {self.spec.heads}, width], which the layer's modifier reads"
-            wanted = shaped if needs_aux else "None, as no modifier of the layer reads it"
-            raise ValueError(f"aux: expected {wanted}, got {describe(aux)}")
-        if aux is not None:
-            shape = (reqs, self.spec.heads, "width")
-            require(aux.dim() != 3 or aux.shape[2] >= 1, "aux: expected a width of at least 1, got 0")
-            last_axis_contiguous("aux", tensor("aux", aux, shape=shape, dtype=FLOATS, device=device, hint=hint))
+def check_sinks(spec: AttentionSpec, sinks: Tensor | None, device: torch.device) -> None:
+    """Raise unless sinks are there exactly where the layer has them, one logit per head."""
+    if (sinks is not None) != spec.has_sinks:
+        wanted = f"one logit per head, [{spec.heads}]" if spec.has_sinks else "None, as the layer has no sinks"
+        raise ValueError(f"sinks: expected {wanted}, got {describe(sinks)}")
+    if sinks is not None:
+        last_axis_contiguous("sinks", tensor("sinks", sinks, shape=(spec.heads,), dtype=FLOATS, device=device))
+
+
+def check_aux(spec: AttentionSpec, aux: Tensor | None, tokens: int, device: torch.device, hint: str) -> None:
+    """Raise unless `aux` is there exactly where the layer's modifier reads one, a row per query token."""
+    needs_aux = spec.mod is not None and spec.mod.needs_aux
+    if (aux is not None) != needs_aux:
+        shaped = f"[{tokens}, {spec.heads}, width], which the layer's modifier reads"
+        wanted = shaped if needs_aux else "None, as no modifier of the layer reads it"
+        raise ValueError(f"aux: expected {wanted}, got {describe(aux)}")
+    if aux is not None:
+        shape = (tokens, spec.heads, "width")
+        require(aux.dim() != 3 or aux.shape[2] >= 1, "aux: expected a width of at least 1, got 0")
+        last_axis_contiguous("aux", tensor("aux", aux, shape=shape, dtype=FLOATS, device=device, hint=hint))
