@@ -27,7 +27,8 @@ QUERY_TILE, KEY_TILE = 64, 128
 class _Keys:
     """One request's keys in list order, fp32 `[kv_heads, keys, dim]`: cached ones first, then new ones.
 
-    `position [keys]`; `column [keys]` of a mask's row; `number [keys]` among the new tokens, -1 for a cached key.
+    `position [keys]`, -1 for a key that nobody sees; `column [keys]` of a mask's row; `number [keys]` among the new
+    tokens, -1 for a cached key.
     """
 
     k: Tensor
@@ -56,7 +57,6 @@ def _keys(call: ExtendCall, request: int, first: int, end: int) -> _Keys:
     k = view.rows(view.k, slots, heads).float().transpose(0, 1) * view.k_scale
     v = view.rows(view.v, slots, heads).float().transpose(0, 1) * view.v_scale
     listed = int(layout.start[request]) + torch.arange(to - at, device=device)
-    # Padding stands at positions that no query sees, those before `start_visible`.
     listed_visible = listed >= layout.start_visible[request]
     new = end - first
     if call.one_pass:
@@ -67,10 +67,15 @@ def _keys(call: ExtendCall, request: int, first: int, end: int) -> _Keys:
     cached = int(layout.start[request]) + to - at
     k_new, v_new = (x[first:end].float().transpose(0, 1) for x in (call.k, call.v))
     count = torch.arange(new, device=device)
+    old_position, new_position = torch.where(listed_visible, listed, -1), call.queries.positions[first:end]
+    if call.parts == "new":
+        old_position = torch.full_like(old_position, -1)
+    if call.parts == "cached":
+        new_position = torch.full_like(new_position, -1)
     return _Keys(
         k=torch.cat([k, k_new], 1),
         v=torch.cat([v, v_new], 1),
-        position=torch.cat([torch.where(listed_visible, listed, -1), call.queries.positions[first:end]]),
+        position=torch.cat([old_position, new_position]),
         column=torch.cat([listed, cached + count]),
         number=torch.cat([torch.full_like(listed, -1), count]),
     )

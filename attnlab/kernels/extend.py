@@ -130,6 +130,8 @@ def extend(call: ExtendCall, *, target: Target) -> None:
         BLOCK_V=max(16, 1 << (spec.v_dim - 1).bit_length()),
         PAGE_SIZE=view.page_size,
         ONE_PASS=call.one_pass,
+        READ_CACHED=call.parts != "new",
+        READ_NEW=not call.one_pass and call.parts != "cached",
         CAUSAL=layout.sight.causal,
         HAS_MASK=isinstance(queries.mask, CustomMask),
         HAS_WINDOW=layout.sight.window is not None,
@@ -202,6 +204,8 @@ def _extend_kernel(
     BLOCK_V: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     ONE_PASS: tl.constexpr,
+    READ_CACHED: tl.constexpr,
+    READ_NEW: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -249,6 +253,8 @@ def _extend_kernel(
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     last_entry = listed
+    if not READ_CACHED:
+        last_entry = 0
     if ONE_PASS and CAUSAL and not HAS_MASK:
         last_entry = tl.minimum(listed, listed - new + (tl.program_id(0) + 1) * BLOCK_M)
     first_entry = 0
@@ -303,7 +309,7 @@ def _extend_kernel(
     acc = acc * v_scale
 
     # 4. The new keys, straight from the call: they are not scaled.
-    if not ONE_PASS:
+    if READ_NEW:
         last_new = new
         if CAUSAL and not HAS_MASK:
             last_new = tl.minimum(new, (tl.program_id(0) + 1) * BLOCK_M)

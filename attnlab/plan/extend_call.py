@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from attnlab.checks import last_axis_contiguous, own_memory, require, same_device, tensor
+from attnlab.checks import last_axis_contiguous, one_of, own_memory, require, same_device, tensor
 from attnlab.memory.pool import KVView
 from attnlab.plan.call import FLOATS, check_aux, check_sinks
 from attnlab.plan.plans import ExtendLane, Queries
@@ -21,7 +22,8 @@ class ExtendCall:
     `q` is `[tokens, heads, qk_dim]`, `k` and `v` of the new tokens `[tokens, kv_heads, dim]`, `out` `[tokens, heads,
     v_dim]`, all fp32, fp16 or bf16; `lse` `[tokens, heads]` fp32 or None; `sinks` `[heads]` exactly where the layer has
     them; `aux` `[tokens, heads, width]` exactly where its modifier reads one. Under MLA `v` is `k`'s first columns.
-    `one_pass`: the lists hold the new tokens too, which then are read from the pool, and `k` and `v` are not.
+    `one_pass`: the lists hold the new tokens too, which then are read from the pool, and `k` and `v` are not. `parts`
+    leaves the cached or the new keys out, for results that are merged by their LSE elsewhere; positions stay the same.
     """
 
     layer: int
@@ -37,6 +39,7 @@ class ExtendCall:
     lse: Tensor | None = None
     sinks: Tensor | None = None
     aux: Tensor | None = None
+    parts: Literal["all", "cached", "new"] = "all"
 
     def __post_init__(self) -> None:
         spec, tokens, device = self.spec, self.queries.positions.shape[0], self.view.k.device
@@ -58,6 +61,8 @@ class ExtendCall:
         require(same, f"k, v: expected the dtype of q, {self.q.dtype}, got {got}", TypeError)
         if self.lse is not None:
             tensor("lse", self.lse, shape=(tokens, spec.heads), dtype=torch.float32, device=device, hint=hint)
+        one_of("parts", self.parts, ("all", "cached", "new"))
+        require(self.parts == "all" or not self.one_pass, "parts: one pass reads one list, which cannot be told apart")
         read = {"k": self.k, "v": self.v, "the pool's keys": self.view.k, "the pool's values": self.view.v}
         read |= {"q": self.q, "sinks": self.sinks, "aux": self.aux}
         own_memory("out", self.out, read)
