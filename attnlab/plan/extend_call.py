@@ -63,7 +63,12 @@ class ExtendCall:
             tensor("lse", self.lse, shape=(tokens, spec.heads), dtype=torch.float32, device=device, hint=hint)
         one_of("parts", self.parts, ("all", "cached", "new"))
         require(self.parts == "all" or not self.one_pass, "parts: one pass reads one list, which cannot be told apart")
-        read = {"k": self.k, "v": self.v, "the pool's keys": self.view.k, "the pool's values": self.view.v}
+        read: dict[str, Tensor | None] = {
+            "k": self.k,
+            "v": self.v,
+            "the pool's keys": self.view.k,
+            "the pool's values": self.view.v,
+        }
         read |= {"q": self.q, "sinks": self.sinks, "aux": self.aux}
         own_memory("out", self.out, read)
         if self.lse is not None:
