@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnlab.backend import AttentionBackend
-from attnlab.batch import ExtendBatch, VerifyBatch
+from attnlab.batch import DecodeBatch, ExtendBatch, VerifyBatch
 from attnlab.eager import oracle
 from attnlab.mask import CAUSAL, CustomMask
 from attnlab.memory.cache import PagedCache
@@ -420,3 +420,12 @@ def test_one_pass_cannot_read_what_is_not_stored() -> None:
     plan = stand.backend.plan(stand.batch)
     with pytest.raises(ValueError, match="save: a plan in one pass reads the new tokens from the pool"):
         stand.backend.extend(1, *_new(stand), plan, save=False)
+
+
+def test_extend_takes_the_plan_of_several_queries() -> None:
+    engine, device = ENGINES[0]
+    stand = Stand(TOY, engine, device)
+    decode = stand.backend.plan(DecodeBatch.of(rows=stand.rows, lens=stand.lens, device=stand.device))
+    for plan in (decode, None):
+        with pytest.raises(TypeError, match="plan: expected an ExtendPlan or VerifyPlan, got (DecodePlan|NoneType)"):
+            stand.backend.extend(1, *_new(stand), plan)  # type: ignore[arg-type]
