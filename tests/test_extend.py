@@ -87,6 +87,7 @@ CASES = [
     Case(id="sinks", why="sinks join the denominator once", sinks=True),
     Case(id="scales", why="scales of the cached part alone", k_scale=0.5, v_scale=0.25),
     Case(id="mask", why="a mask decides, in the prefix too, and beyond the query's own tile", mask="random"),
+    Case(id="mask-far", why="a mask shows keys beyond the query's own tile", mask="random", prefix=(5,), new=(150,)),
     Case(id="mask-window", why="a mask within a window that was clipped", mask="random", window=40),
     Case(id="mask-nothing", why="queries that see no key", mask="some rows hidden"),
     Case(id="mask-nothing-sinks", why="queries that see no key, beside a sink", mask="some rows hidden", sinks=True),
