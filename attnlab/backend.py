@@ -1,4 +1,4 @@
-"""The attention backend of a server: `plan` once per step, `decode` once per layer.
+"""The attention backend of a server: `plan` once per step, `decode` or `extend` once per layer.
 
 Reference: triton_backend.py. Nothing is kept between calls but what outlives a step: model, pool, request table,
 engine, policy, scratch, and a tracer while somebody records. The plan is an argument.
