@@ -1,6 +1,7 @@
 """Explorers without a browser: controls change the picture, arguments make the same, errors name what is known."""
 
 import ast
+import gc
 import re
 import subprocess
 import sys
@@ -284,3 +285,17 @@ def test_redraw_times_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
             listed = ", ".join(f"{1000 * t:.0f}" for t in times)
             print(f"\nredraw of explore_{kind}: {listed} ms, {len(seen(explorer)):,} bytes", end="")
         assert sorted(times)[len(times) // 2] < 1.0
+
+
+def test_garbage_is_collected_again_after_a_redraw_also_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    explorer = explore_splits(lens=[100], policy="tile")
+    assert gc.isenabled()
+    seen: list[bool] = []
+
+    def fails(state: dict[str, Any]) -> Any:
+        seen.append(gc.isenabled())
+        raise ValueError("no picture")
+
+    monkeypatch.setattr(explorer, "_look", fails)
+    explorer.controls["parameter"].value = 512
+    assert seen == [False] and gc.isenabled()

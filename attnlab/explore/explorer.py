@@ -6,6 +6,7 @@ controls work all the same: set `explorer.controls[...].value`, and `explorer.pi
 
 from __future__ import annotations
 
+import gc
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,6 +82,10 @@ class Explorer(ABC):
             self._quiet = False
 
     def _redraw(self) -> None:
+        with _no_collection():
+            self._draw()
+
+    def _draw(self) -> None:
         state = self._arguments()
         self.picture, self.words = self._look(state)
         self.state = state
@@ -105,6 +110,18 @@ class Explorer(ABC):
         """Return the live widget, and the picture for those who read the notebook where no widget can live."""
         view = {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id}
         return {WIDGET_VIEW: view, "image/svg+xml": self.picture.to_svg(), "text/plain": repr(self)}
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Put a collection of garbage off until the picture is out: in a large process it takes as long as drawing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def dropdown(label: str, options: Sequence[Option], value: Any, *, width: str) -> Any:
