@@ -203,6 +203,9 @@ class AttentionBackend:
         )
         if k is None:
             k, v = read_back(view, lane.write_slots, q.dtype)
+        elif view.v_in_k and v is not None:
+            same = isinstance(v, Tensor) and v.data_ptr() == k.data_ptr()
+            require(same, "v: under MLA the values are the first columns of k; pass None, or that view of k")
         elif v is None:
             require(view.v_in_k, "v: expected values beside the keys, got None; pass both, or None for both", TypeError)
             v = k[..., : spec.attention.v_dim]

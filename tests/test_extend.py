@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnlab.backend import AttentionBackend
-from attnlab.batch import DecodeBatch, ExtendBatch, VerifyBatch
+from attnlab.batch import DecodeBatch, DeviceLens, ExtendBatch, VerifyBatch
 from attnlab.eager import oracle
 from attnlab.mask import CAUSAL, CustomMask
 from attnlab.memory.cache import PagedCache
@@ -22,6 +22,7 @@ from attnlab.memory.pools.unified import UnifiedPool
 from attnlab.memory.pools.window import WindowPool
 from attnlab.memory.requests import RequestTable
 from attnlab.mods.registry import score_mods
+from attnlab.plan.extend_call import ExtendCall
 from attnlab.spec import AttentionSpec, ModelSpec
 from tests.cases import ENGINES, FP8, MODIFY, poison
 from tests.tolerances import LSE, output
@@ -78,6 +79,7 @@ CASES = [
     Case(id="window-1", why="a query that sees itself alone", window=1),
     Case(id="window", why="windows that end in the prefix and in the new tokens", window=40),
     Case(id="window-not-causal", why="a window to both sides (B53)", window=20, causal=False),
+    Case(id="window-endless", why="positions plus window do not fit 32 bits", window=2**31 - 1, causal=False),
     Case(id="window-pool", why="sliding layers in a storage of their own", window=40, page_size=4, pool="window"),
     Case(id="chunk", why="a prompt that crosses a chunk's border", chunk=32),
     Case(id="softcap", why="cap after the scale", softcap=5.0),
@@ -430,3 +432,53 @@ def test_extend_takes_the_plan_of_several_queries() -> None:
     for plan in (decode, None):
         with pytest.raises(TypeError, match="plan: expected an ExtendPlan or VerifyPlan, got (DecodePlan|NoneType)"):
             stand.backend.extend(1, *_new(stand), plan)  # type: ignore[arg-type]
+
+
+@engines
+def test_values_of_their_own_are_refused_under_mla(engine: str, device: str) -> None:
+    stand = Stand(next(case for case in CASES if case.id == "mla"), engine, device)
+    q, k, v = _new(stand)
+    with pytest.raises(ValueError, match="v: under MLA the values are the first columns of k"):
+        stand.backend.extend(1, q, k, v.clone(), stand.backend.plan(stand.batch))
+
+
+@engines
+def test_what_a_mask_lacks_is_hidden_and_not_read(engine: str, device: str) -> None:
+    """Where only the device knows the lengths, nobody could check a mask's size beforehand."""
+    stand = Stand(TOY.but(prefix=(9,), new=(4,)), engine, device)
+    lens = [
+        DeviceLens(device=torch.tensor([n], dtype=torch.int32, device=device), bound_each=n, bound_total=n)
+        for n in (9, 4)
+    ]
+    bits = torch.ones(30, dtype=torch.uint8, device=device)  # of 52: rows 0 and 1, and 4 bits of row 2
+    batch = ExtendBatch(rows=torch.tensor(stand.rows), prefix=lens[0], new=lens[1], mask=CustomMask(bits=bits))
+    lse = torch.zeros(4, 4, device=device)
+    stand.backend.extend(1, *_new(stand), stand.backend.plan(batch), lse=lse)
+    assert bool(lse[:3].isfinite().all()) and bool((lse[3] == float("-inf")).all())
+
+
+@engines
+@pytest.mark.parametrize("parts", ["cached", "new"])
+def test_what_a_call_leaves_out_is_not_read(engine: str, device: str, parts: Any) -> None:
+    stand = Stand(TOY, engine, device)
+    plan = stand.backend.plan(stand.batch)
+    q, k, v = _new(stand)
+    view = stand.pool.view(1)
+    for x in (k, v) if parts == "cached" else (view.k, view.v):
+        x.fill_(float("nan"))
+    out = torch.full_like(q, 7.0)
+    call = ExtendCall(
+        layer=1,
+        spec=stand.spec,
+        view=view,
+        lane=plan.lane(1),
+        queries=plan.queries,
+        one_pass=False,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        parts=parts,
+    )
+    stand.backend.engine.extend(call)
+    assert bool(out.isfinite().all())

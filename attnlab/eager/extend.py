@@ -68,10 +68,12 @@ def _keys(call: ExtendCall, request: int, first: int, end: int) -> _Keys:
     k_new, v_new = (x[first:end].float().transpose(0, 1) for x in (call.k, call.v))
     count = torch.arange(new, device=device)
     old_position, new_position = torch.where(listed_visible, listed, -1), call.queries.positions[first:end]
+    # What is left out may hold anything: 0 times NaN is NaN.
     if call.parts == "new":
-        old_position = torch.full_like(old_position, -1)
+        old_position, k, v = torch.full_like(old_position, -1), torch.zeros_like(k), torch.zeros_like(v)
     if call.parts == "cached":
         new_position = torch.full_like(new_position, -1)
+        k_new, v_new = torch.zeros_like(k_new), torch.zeros_like(v_new)
     return _Keys(
         k=torch.cat([k, k_new], 1),
         v=torch.cat([v, v_new], 1),
@@ -138,13 +140,15 @@ def _visible(
     if isinstance(mask, CustomMask):
         width = int(keys.column[-1]) + 1
         row = call.queries.mask_indptr[request] + torch.arange(at - first, to - first, device=q_pos.device) * width
-        visible &= mask.bits[row[:, None] + column] != 0
+        bit = row[:, None] + column
+        visible &= bit < mask.bits.shape[0]  # what a mask lacks is hidden, as in the kernel
+        visible &= mask.bits[bit.clamp(max=mask.bits.shape[0] - 1)] != 0 if mask.bits.shape[0] else False
     elif sight.causal:
         visible &= number <= torch.arange(at - first, to - first, device=q_pos.device)[:, None]
     elif sight.window is not None:
-        visible &= position < q_pos + sight.window
+        visible &= position - q_pos < sight.window
     if sight.chunk is not None:
-        visible &= position < q_pos // sight.chunk * sight.chunk + sight.chunk
+        visible &= position // sight.chunk == q_pos // sight.chunk
     return visible
 
 

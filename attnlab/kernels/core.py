@@ -112,7 +112,9 @@ def visible_keys(
     column,
     mask_m,
     mask_n,
+    bits_ptr,
     bits_row,
+    num_bits,
     window,
     chunk,
     CAUSAL: tl.constexpr,
@@ -123,18 +125,20 @@ def visible_keys(
     """[queries, keys]: which keys a query sees, by sight and then by mask or causality.
 
     `number` and `other` are places among the request's new tokens, `other` below 0 for a cached key; `column` is the
-    key's in a row of the mask, which begins at `bits_row`.
+    key's in a row of the mask, whose first bit is number `bits_row` of `num_bits`.
     """
     visible = mask_m[:, None] & mask_n[None, :]
     if HAS_WINDOW:
-        visible = visible & (kv_pos[None, :] > q_pos[:, None] - window)
+        visible = visible & (q_pos[:, None] - kv_pos[None, :] < window)
     if HAS_CHUNK:
         visible = visible & (kv_pos[None, :] // chunk == q_pos[:, None] // chunk)
     if HAS_MASK:
-        bits = tl.load(bits_row[:, None] + column[None, :], mask=visible, other=0)
+        bit = bits_row[:, None] + column[None, :]
+        # Where only the device knows the lengths nobody could check the mask's size: what it lacks is hidden.
+        bits = tl.load(bits_ptr + bit, mask=visible & (bit < num_bits), other=0)
         visible = visible & (bits != 0)
     elif CAUSAL:
         visible = visible & (other[None, :] <= number[:, None])
     elif HAS_WINDOW:
-        visible = visible & (kv_pos[None, :] < q_pos[:, None] + window)
+        visible = visible & (kv_pos[None, :] - q_pos[:, None] < window)
     return visible

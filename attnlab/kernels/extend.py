@@ -99,6 +99,7 @@ def extend(call: ExtendCall, *, target: Target) -> None:
         view.k_scale,
         view.v_scale,
         1.0 if spec.softcap is None else spec.softcap,
+        bits.shape[0],
         layout.sight.window or 0,
         layout.sight.chunk or 0,
         q.stride(0),
@@ -150,7 +151,7 @@ def extend(call: ExtendCall, *, target: Target) -> None:
         call.out[:live] = out[:live].to(call.out.dtype)
 
 
-@jit(do_not_specialize=("window", "chunk"))
+@jit(do_not_specialize=("num_bits", "window", "chunk"))
 def _extend_kernel(
     q_ptr,
     k_new_ptr,
@@ -173,6 +174,7 @@ def _extend_kernel(
     k_scale,
     v_scale,
     softcap,
+    num_bits,
     window,
     chunk,
     q_stride_token,
@@ -242,9 +244,9 @@ def _extend_kernel(
     cached = start + listed
     if ONE_PASS:
         cached -= new
-    bits_row = bits_ptr
+    bits_row = number.to(tl.int64) * (cached + new)
     if HAS_MASK:
-        bits_row = bits_ptr + tl.load(mask_indptr_ptr + req) + number.to(tl.int64) * (cached + new)
+        bits_row += tl.load(mask_indptr_ptr + req)
     k_head_ptr = k_ptr + kv_head * k_stride_head
     v_head_ptr = v_ptr + kv_head * v_stride_head
 
@@ -278,7 +280,9 @@ def _extend_kernel(
             kv_pos,
             mask_m,
             mask_n & (kv_pos >= start_visible),
+            bits_ptr,
             bits_row,
+            num_bits,
             window,
             chunk,
             CAUSAL,
@@ -330,7 +334,9 @@ def _extend_kernel(
                 cached + other,
                 mask_m,
                 mask_n,
+                bits_ptr,
                 bits_row,
+                num_bits,
                 window,
                 chunk,
                 CAUSAL,
