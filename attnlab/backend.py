@@ -250,7 +250,7 @@ class AttentionBackend:
         """Return the most ranges that a batch of so many requests and tokens can be cut into, in any lane."""
         context = min(self.model.context_len, self.table.max_context)
         most = 1
-        for kind, layers in self.planner.kinds().items():
+        for kind, layers in self.planner.kinds.items():
             bound = min(context, kind.sight.span or context)
             bounds = self.policy.bounds(bound_max=bound, ctx=self.planner.context(layers))
             most = max(most, bounds.capacity(reqs=max_requests, total=min(max_requests * bound, max_tokens)))

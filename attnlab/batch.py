@@ -167,8 +167,8 @@ class DecodeBatch:
     """One query token per request. `seq` counts the tokens to read, the one being decoded included.
 
     `rows` are the requests' rows in the request table, on the host (then they are checked against the table) or on
-    the device (then they are not read, only kept inside it). A length of 0 is a padded row: it reads nothing and writes
-    to the sink. No rows at all is an idle step, and works.
+    the device (then they are not read, and one that the table does not have is padding). A length of 0 is a padded
+    row: it reads nothing and writes to the sink. No rows at all is an idle step, and works.
     """
 
     rows: Int[Tensor, " reqs"]

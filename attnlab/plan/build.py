@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, overload
 
 import torch
@@ -40,7 +41,7 @@ class Kind(NamedTuple):
     space: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Planner:
     """What plans are made from, for as long as a server runs; `build` makes one."""
 
@@ -82,8 +83,9 @@ class Planner:
                 lens.device.mul_(inside)
         return batch
 
+    @cached_property
     def kinds(self) -> dict[Kind, list[LayerSpec]]:
-        """Return the layers that share a lane: same KV heads, same visible keys, same id space."""
+        """The layers that share a lane: same KV heads, same visible keys, same id space."""
         kinds: dict[Kind, list[LayerSpec]] = {}
         for layer in self.model.layers:
             a, space = layer.attention, self.pool.translation(layer.pool_layer).target
@@ -114,7 +116,7 @@ class Planner:
         return DecodePlan(
             batch=batch,
             lanes=self._split_lanes(rows, batch.seq, new, behind=1, max_ranges=max_ranges),
-            lane_of_layer=_lane_of_layer(self.kinds()),
+            lane_of_layer=_lane_of_layer(self.kinds),
             epoch=self.pool.epoch,
             multiprocessors=self.multiprocessors,
         )
@@ -123,8 +125,13 @@ class Planner:
         rows = self._rows(batch.rows, together(batch.prefix, batch.new), query=batch.prefix, behind=0)
         new = _new_tokens(batch.prefix, batch.new)
         lanes = []
-        for kind, layers in self.kinds().items():
-            lists = self._one_pass(batch, kind.sight) if self.one_pass else self._cached(batch.prefix, kind.sight, 0)
+        for kind, layers in self.kinds.items():
+            counts = seen(batch.prefix, kind.sight, behind=0)
+            lists = (
+                self._one_pass(batch, kind.sight, counts)
+                if self.one_pass
+                else self._cached(batch.prefix, kind.sight, 0, counts)
+            )
             lanes.append(
                 ExtendLane(
                     layout=self._layout(rows, layers, lists),
@@ -135,7 +142,7 @@ class Planner:
             batch=batch,
             queries=self._queries(batch.prefix, batch.new, new, batch.mask, depth=None),
             lanes=tuple(lanes),
-            lane_of_layer=_lane_of_layer(self.kinds()),
+            lane_of_layer=_lane_of_layer(self.kinds),
             epoch=self.pool.epoch,
             one_pass=self.one_pass,
         )
@@ -147,7 +154,7 @@ class Planner:
             batch=batch,
             queries=self._queries(batch.prefix, batch.drafts, new, batch.mask, depth=batch.depth),
             lanes=self._split_lanes(rows, batch.prefix, new, behind=0, max_ranges=max_ranges),
-            lane_of_layer=_lane_of_layer(self.kinds()),
+            lane_of_layer=_lane_of_layer(self.kinds),
             epoch=self.pool.epoch,
             multiprocessors=self.multiprocessors,
         )
@@ -180,7 +187,7 @@ class Planner:
     def _check_kept(self, rows: Sequence[int], least: Sequence[int], behind: int, lens: Lens) -> None:
         """Raise ValueError where a storage has let go of what a first query sees, or of where a new token goes."""
         lengths = lens.values if isinstance(lens, HostLens) else [lens.bound_max] * lens.count
-        for kind, layers in self.kinds().items():
+        for kind, layers in self.kinds.items():
             for r, (row, cached, length) in enumerate(zip(rows, least, lengths, strict=True)):
                 if length == 0:
                     continue
@@ -197,7 +204,7 @@ class Planner:
 
     def _check_nothing_slid(self) -> None:
         """Raise ValueError where keys slid out of a storage and nobody on the host knows whose are asked for."""
-        for kind, layers in self.kinds().items():
+        for kind, layers in self.kinds.items():
             place = layers[0].pool_layer
             gone = [row for row in self.pool.allocator.owners if self.pool.kept_from(place, row, holding=0)]
             require(
@@ -210,17 +217,12 @@ class Planner:
         self, rows: Tensor, lens: Lens, new: _Lists, *, behind: int, max_ranges: int | None
     ) -> tuple[Lane, ...]:
         """Return the lanes whose lists are split. All are cut, and the ranges counted, before any is gathered."""
-        kinds = self.kinds()
-        lists = [self._cached(lens, kind.sight, behind) for kind in kinds]
+        kinds = self.kinds
+        counts = [seen(lens, kind.sight, behind=behind) for kind in kinds]
+        lists = [self._cached(lens, kind.sight, behind, each) for kind, each in zip(kinds, counts, strict=True)]
         cuts = [
-            cut_lens(
-                self.policy,
-                seen(lens, kind.sight, behind=behind),
-                mine.extent.indptr.diff(),
-                self.context(layers),
-                self.ops.sizes,
-            )
-            for (kind, layers), mine in zip(kinds.items(), lists, strict=True)
+            cut_lens(self.policy, each, mine.extent.indptr.diff(), self.context(layers), self.ops.sizes)
+            for layers, each, mine in zip(kinds.values(), counts, lists, strict=True)
         ]
         for splits in cuts:
             require(
@@ -238,21 +240,20 @@ class Planner:
             for layers, mine, splits in zip(kinds.values(), lists, cuts, strict=True)
         )
 
-    def _cached(self, lens: Lens, sight: Sight, behind: int) -> _Lists:
-        """Return the lists of `lens` cached tokens, from what a query `behind` their end sees."""
+    def _cached(self, lens: Lens, sight: Sight, behind: int, counts: Lens) -> _Lists:
+        """Return the lists of `lens` cached tokens, from what a query `behind` their end sees: `counts` of them."""
         end = _held(lens)
-        counts = seen(lens, sight, behind=behind)
         capacity = min(counts.bound_total, counts.bound_max * counts.count)
         return _Lists(
             extent=self.ops.extent(query=end - behind, end=end, sight=sight, align=1, capacity=capacity),
             capacity=capacity,
         )
 
-    def _one_pass(self, batch: ExtendBatch, sight: Sight) -> _Lists:
+    def _one_pass(self, batch: ExtendBatch, sight: Sight, counts: Lens) -> _Lists:
         """Return the lists of cached and new tokens alike, from the tile's border before what the first query sees."""
         query, end = _held(batch.prefix), _held(together(batch.prefix, batch.new))
         padding = (ONE_PASS_TILE - 1) * batch.new.count if sight.partial else 0
-        capacity = seen(batch.prefix, sight, behind=0).bound_total + batch.new.bound_total + padding
+        capacity = counts.bound_total + batch.new.bound_total + padding
         align = ONE_PASS_TILE if sight.partial else 1
         extent = self.ops.extent(query=query, end=end, sight=sight, align=align, capacity=capacity)
         return _Lists(extent=extent, capacity=capacity, align=align)
