@@ -12,7 +12,7 @@ from typing import Any
 from attnlab import _boot
 from attnlab._boot import INTERPRETED
 
-__all__ = ["PROBLEM", "device_clock", "jit", "multiprocessor", "tl", "triton"]
+__all__ = ["PROBLEM", "device_clock", "jit", "multiprocessor", "release_dependents", "tl", "triton", "wait_for_earlier"]
 
 if _boot.PROBLEM is not None:
     raise ValueError(_boot.PROBLEM)
@@ -20,11 +20,13 @@ if _boot.PROBLEM is not None:
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents as release_dependents
+    from triton.language.extra.cuda import gdc_wait as wait_for_earlier
     from triton.language.extra.cuda import globaltimer as device_clock
     from triton.language.extra.cuda import smid as multiprocessor
     from triton.runtime.interpreter import InterpretedFunction
 except ImportError as error:
-    triton = tl = device_clock = multiprocessor = None
+    triton = tl = device_clock = multiprocessor = release_dependents = wait_for_earlier = None
     PROBLEM: str | None = f"Triton cannot be imported here ({error}); it has wheels for Linux only"
 else:
     # Triton decorates its own helpers at import. They must have been decorated with our setting.

@@ -177,6 +177,7 @@ class Stand:
             policy="tile",
             max_requests=8,
             multiprocessors=132,
+            max_drafts=max(1, *case.new),
             deterministic=case.one_pass,
         )
         self._draw()
@@ -391,7 +392,7 @@ def _new(stand: Stand) -> tuple[Tensor, Tensor, Tensor]:
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a row too few": ({"q": lambda q: q[1:]}, ValueError, r"q: expected \[80, 4, 32\].*the plan has 80 query tokens"),
     "another dtype": ({"k": lambda k: k.half()}, TypeError, "k, v: expected the dtype of q"),
-    "keys alone": ({"v": lambda v: None}, TypeError, "v: expected values beside the keys, got None"),
+    "keys alone": ({"v": lambda v: None}, ValueError, "v: expected values beside the keys, got None"),
     "values alone": ({"k": lambda k: None}, ValueError, "k: expected keys beside the values, got None"),
     "wrong heads": ({"k": lambda k: k[:, :1]}, ValueError, r"k: expected \[80, 2, 32\]"),
     "sinks": ({"sinks": torch.zeros(4)}, ValueError, "sinks: expected None, as the layer has no sinks"),

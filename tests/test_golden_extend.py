@@ -104,6 +104,7 @@ class Golden:
             queries=Queries(
                 indptr=a["qo_indptr"].int(),
                 positions=self.cached.repeat_interleave(self.new.long()) + within,
+                ordered=True,
                 most=int(self.new.max()),
                 mask=self.mask(),
                 mask_indptr=torch.nn.functional.pad((self.new * keys).cumsum(0), (1, 0)),

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnlab.mask import CustomMask
-from attnlab.mods.softcap import soft_cap
-from attnlab.mods.temperature import temperature
+from attnlab.eager.core import State, finite, join_sink, merge_states, modified, normalised, visible_keys
 from attnlab.plan.extend_call import ExtendCall
 
 QUERY_TILE, KEY_TILE = 64, 128
@@ -65,7 +63,10 @@ def _keys(call: ExtendCall, request: int, first: int, end: int) -> _Keys:
         position = torch.where(listed_visible, listed, -1)
         return _Keys(k=k, v=v, position=position, column=listed, number=number)
     cached = int(layout.start[request]) + to - at
-    k_new, v_new = (x[first:end].float().transpose(0, 1) for x in (call.k, call.v))
+    k_new, v_new = (
+        (listed.new_zeros(new, view.kv_heads, dim) if x is None else x[first:end]).float().transpose(0, 1)
+        for x, dim in ((call.k, call.spec.qk_dim), (call.v, call.spec.v_dim))
+    )
     count = torch.arange(new, device=device)
     old_position, new_position = torch.where(listed_visible, listed, -1), call.queries.positions[first:end]
     # What is left out may hold anything: 0 times NaN is NaN.
@@ -102,8 +103,7 @@ def _attend(call: ExtendCall, request: int, first: int, tile: tuple[int, int, in
     q[rows] = call.q[at:to].float()
     q = q.view(QUERY_TILE, spec.kv_heads, spec.group, spec.qk_dim).permute(1, 2, 0, 3).flatten(1, 2)
     shape = (spec.kv_heads, spec.group, QUERY_TILE)
-    maximum = q.new_full(shape, float("-inf"))
-    total, acc = q.new_zeros(shape), q.new_zeros(*shape, spec.v_dim)
+    state = (q.new_full(shape, float("-inf")), q.new_zeros(shape), q.new_zeros(*shape, spec.v_dim))
     for n in range(0, keys.position.shape[0], KEY_TILE):
         part = slice(n, n + KEY_TILE)
         visible = q.new_zeros(QUERY_TILE, KEY_TILE, dtype=torch.bool)
@@ -115,12 +115,10 @@ def _attend(call: ExtendCall, request: int, first: int, tile: tuple[int, int, in
         scores = (q @ k.mT * spec.scale).view(*shape, KEY_TILE)
         scores = _modified(call, scores, tile, keys, part)
         scores = torch.where(visible, scores, float("-inf"))
-        top = torch.maximum(maximum, scores.amax(-1))
-        shift = torch.where(top == float("-inf"), 0.0, top)
-        p, fade = torch.exp(scores - shift[..., None]), torch.exp(maximum - shift)
-        acc = acc * fade[..., None] + (p.flatten(1, 2) @ v).view(*shape, spec.v_dim)
-        total, maximum = total * fade + p.sum(-1), top
-    _write(call, tile, rows, maximum, total, acc)
+        top = scores.amax(-1)
+        p = torch.exp(scores - finite(top)[..., None])
+        state = merge_states(state, (top, p.sum(-1), (p.flatten(1, 2) @ v).view(*shape, spec.v_dim)))
+    _write(call, tile, rows, state)
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -132,61 +130,44 @@ def _visible(
     call: ExtendCall, request: int, first: int, tile: tuple[int, int, int], keys: _Keys, part: slice
 ) -> Tensor:
     """Return which keys the tile's queries see, `[queries, keys]`: sight, then mask or causality."""
-    sight, (at, to, _) = call.lane.layout.sight, tile
-    position, number, column = keys.position[part], keys.number[part], keys.column[part]
-    q_pos = call.queries.positions[at:to, None]
-    visible = (position >= 0) & (position >= sight.first(q_pos))
-    mask = call.queries.mask
-    if isinstance(mask, CustomMask):
-        width = int(keys.column[-1]) + 1
-        row = call.queries.mask_indptr[request] + torch.arange(at - first, to - first, device=q_pos.device) * width
-        bit = row[:, None] + column
-        visible &= bit < mask.bits.shape[0]  # what a mask lacks is hidden, as in the kernel
-        visible &= mask.bits[bit.clamp(max=mask.bits.shape[0] - 1)] != 0 if mask.bits.shape[0] else False
-    elif sight.causal:
-        visible &= number <= torch.arange(at - first, to - first, device=q_pos.device)[:, None]
-    elif sight.window is not None:
-        visible &= position - q_pos < sight.window
-    if sight.chunk is not None:
-        visible &= position // sight.chunk == q_pos // sight.chunk
-    return visible
+    at, to, _ = tile
+    q_number = torch.arange(at - first, to - first, device=keys.position.device)[:, None]
+    width = int(keys.column[-1]) + 1
+    return visible_keys(
+        call.lane.layout.sight,
+        call.queries.mask,
+        q_pos=call.queries.positions[at:to, None],
+        kv_pos=keys.position[part],
+        q_number=q_number,
+        kv_number=keys.number[part],
+        bit=call.queries.mask_indptr[request] + q_number * width + keys.column[part],
+    )
 
 
 def _modified(call: ExtendCall, scores: Tensor, tile: tuple[int, int, int], keys: _Keys, part: slice) -> Tensor:
     """Return scores `[kv_heads, group, queries, keys]` capped, tempered and modified, in this order."""
     spec, (at, to, row) = call.spec, tile
-    if spec.softcap is not None:
-        scores = soft_cap(scores, spec.softcap)
-    if spec.temperature_len is None and spec.mod is None:
-        return scores
     q_pos = keys.position.new_zeros(QUERY_TILE)
     q_pos[row : row + to - at] = call.queries.positions[at:to]
-    if spec.temperature_len is not None:
-        scores = scores * temperature(q_pos[:, None], spec.temperature_len)
-    if spec.mod is not None:
-        kv_pos = torch.nn.functional.pad(keys.position[part], (0, KEY_TILE - keys.position[part].shape[0]))
-        # Padded rows take the tile's first query: what they come to is not written.
-        token = torch.full((QUERY_TILE,), at, device=q_pos.device)
-        token[row : row + to - at] = torch.arange(at, to, device=q_pos.device)
-        head = torch.arange(spec.heads, device=q_pos.device).view(spec.kv_heads, spec.group, 1, 1)
-        scores = spec.mod.torch(scores, q_pos[:, None], kv_pos, token[:, None], head, call.aux)
-    return scores
+    # Padded rows take the tile's first query: what they come to is not written.
+    token = torch.full((QUERY_TILE,), at, device=q_pos.device)
+    token[row : row + to - at] = torch.arange(at, to, device=q_pos.device)
+    return modified(
+        scores,
+        spec,
+        q_pos=q_pos[:, None],
+        kv_pos=torch.nn.functional.pad(keys.position[part], (0, KEY_TILE - keys.position[part].shape[0])),
+        token=token[:, None],
+        head=torch.arange(spec.heads, device=q_pos.device).view(spec.kv_heads, spec.group, 1, 1),
+        aux=call.aux,
+    )
 
 
-def _write(
-    call: ExtendCall, tile: tuple[int, int, int], rows: slice, maximum: Tensor, total: Tensor, acc: Tensor
-) -> None:
+def _write(call: ExtendCall, tile: tuple[int, int, int], rows: slice, state: State) -> None:
     spec, (at, to, _) = call.spec, tile
     if call.sinks is not None:
-        sink = call.sinks.float().view(spec.kv_heads, spec.group, 1)
-        top = torch.maximum(maximum, sink)
-        shift = torch.where(top == float("-inf"), 0.0, top)
-        endless = sink == float("inf")  # takes everything; exp(inf - inf) would be NaN
-        fade = torch.where(endless, 0.0, torch.exp(maximum - shift))
-        total = total * fade + torch.where(endless, 1.0, torch.exp(sink - shift))
-        acc, maximum = acc * fade[..., None], top
-    safe = torch.where(total == 0, 1.0, total)
-    out = (acc / safe[..., None])[:, :, rows].permute(2, 0, 1, 3).flatten(1, 2)
-    call.out[at:to] = out.to(call.out.dtype)
+        state = join_sink(state, call.sinks.float().view(spec.kv_heads, spec.group, 1))
+    out, lse = normalised(state)
+    call.out[at:to] = out[:, :, rows].permute(2, 0, 1, 3).flatten(1, 2).to(call.out.dtype)
     if call.lse is not None:
-        call.lse[at:to] = (maximum + safe.log())[:, :, rows].permute(2, 0, 1).flatten(1, 2)
+        call.lse[at:to] = lse[:, :, rows].permute(2, 0, 1).flatten(1, 2)

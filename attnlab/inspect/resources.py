@@ -23,7 +23,8 @@ from attnlab import _triton
 from attnlab._boot import INTERPRETED
 from attnlab.assets import data_path
 from attnlab.checks import require
-from attnlab.kernels import decode, index, scores
+from attnlab.kernels import decode, extend, index, scores, verify
+from attnlab.kernels.launch import merge_options
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView
 from attnlab.mods.registry import score_mods
@@ -41,10 +42,11 @@ TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float8_e4m3fn: "fp8e4nv",
+    torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
 }
-SCALARS = {"scale": "fp32", "softcap": "fp32", "v_scale": "fp32"}
+SCALARS = {"scale": "fp32", "softcap": "fp32", "k_scale": "fp32", "v_scale": "fp32"}
 TABLE = "kernel_resources.md"
 
 
@@ -72,7 +74,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A decode shape to compile. Where `full`, cap, temperature, modifier and sinks are all on."""
+    """An attention shape to compile, and what its scores undergo. `masked`: extend and verify come with a mask."""
 
     name: str
     heads: int
@@ -83,7 +85,13 @@ class Shape:
     kv_dtype: torch.dtype = torch.bfloat16
     page_size: int = 1
     mla: bool = False
-    full: bool = False
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    temperature_len: int | None = None
+    mod: str | None = None
+    sinks: bool = False
+    masked: bool = False
 
     def spec(self) -> AttentionSpec:
         """Return the attention of this shape."""
@@ -93,10 +101,12 @@ class Shape:
             qk_dim=self.qk_dim,
             v_dim=self.v_dim,
             scale=self.qk_dim**-0.5,
-            softcap=30.0 if self.full else None,
-            temperature_len=1024 if self.full else None,
-            mod=score_mods.get("relative_bias") if self.full else None,
-            has_sinks=self.full,
+            window=self.window,
+            chunk=self.chunk,
+            softcap=self.softcap,
+            temperature_len=self.temperature_len,
+            mod=None if self.mod is None else score_mods.get(self.mod),
+            has_sinks=self.sinks,
         )
 
     def view(self) -> KVView:
@@ -112,21 +122,39 @@ GQA = Shape(name="gqa 4 x 128 (Llama-3)", heads=32, kv_heads=8, qk_dim=128, v_di
 MHA = Shape(name="mha 128 (OLMo-2)", heads=32, kv_heads=32, qk_dim=128, v_dim=128)
 MLA = Shape(name="mla 128 x 576/512 (DeepSeek-V3)", heads=128, kv_heads=1, qk_dim=576, v_dim=512, mla=True)
 HALF, FP32 = torch.float16, torch.float32
+EVERYTHING: dict[str, Any] = {
+    "window": 4096,
+    "softcap": 30.0,
+    "temperature_len": 1024,
+    "mod": "relative_bias",
+    "sinks": True,
+    "masked": True,
+}
 SHAPES = [
     GQA,
     replace(GQA, name="gqa 4 x 128, fp8", kv_dtype=FP8),
     replace(GQA, name="gqa 4 x 128, fp16", dtype=HALF, kv_dtype=HALF),
     replace(GQA, name="gqa 4 x 128, fp32", dtype=FP32, kv_dtype=FP32),
     replace(GQA, name="gqa 4 x 128, pages of 16", page_size=16),
-    replace(GQA, name="gqa 8 x 128, every feature", heads=64, full=True),
+    replace(GQA, name="gqa 8 x 128, every feature", heads=64, **EVERYTHING),
+    replace(GQA, name="gqa 4 x 128, window (Mistral)", window=4096),
+    replace(GQA, name="gqa 5 x 128, chunk, temperature (Llama-4)", heads=40, chunk=8192, temperature_len=8192),
+    replace(GQA, name="gqa 6 x 128, cap, temperature (Grok)", heads=48, softcap=30.0, temperature_len=1024),
+    replace(GQA, name="gqa 4 x 128, draft tree", masked=True),
+    Shape(
+        name="gqa 8 x 64, window, sinks (gpt-oss)", heads=64, kv_heads=8, qk_dim=64, v_dim=64, window=128, sinks=True
+    ),
     Shape(name="gqa 3 x 64 (SmolLM2)", heads=9, kv_heads=3, qk_dim=64, v_dim=64, dtype=HALF, kv_dtype=HALF),
     Shape(name="gqa 29 x 64 (Falcon-180B)", heads=232, kv_heads=8, qk_dim=64, v_dim=64),
     Shape(name="gqa 2 x 256 (Gemma)", heads=8, kv_heads=4, qk_dim=256, v_dim=256),
+    Shape(
+        name="gqa 2 x 256, window, cap (Gemma-2)", heads=8, kv_heads=4, qk_dim=256, v_dim=256, window=4096, softcap=50.0
+    ),
     Shape(name="gqa 8 x 192/128", heads=64, kv_heads=8, qk_dim=192, v_dim=128),
     MHA,
     replace(MHA, name="mha 96 (Phi-3)", qk_dim=96, v_dim=96),
     replace(MHA, name="mha 80 (StableLM)", qk_dim=80, v_dim=80),
-    replace(MHA, name="mha 128, every feature", full=True),
+    replace(MHA, name="mha 128, every feature", **EVERYTHING),
     MLA,
     replace(MLA, name="mla 128 x 576/512, fp8", kv_dtype=FP8),
     replace(MLA, name="mla 128 x 576/512, fp32", dtype=FP32, kv_dtype=FP32),
@@ -142,10 +170,19 @@ def variants(target: Target) -> Iterator[Variant]:
         if target.has_fp8 or shape.kv_dtype != FP8:
             yield _split_variant(shape, target)
     for shape in SHAPES:
-        if shape.full or shape.name in MERGED:
-            yield _merge_variant(shape)
+        if shape.mod is not None or shape.name in MERGED:
+            yield _merge_variant(shape, target)
     for shape in (GQA, MHA, MLA):
         yield _scores_variant(shape, target)
+    for shape in SHAPES:
+        if target.has_fp8 or shape.kv_dtype != FP8:
+            yield _extend_variant(shape, target)
+            yield _verify_variant(shape, target)
+    for shape in (GQA, MLA):
+        yield _extend_variant(shape, target, one_pass=True)
+    for shape in SHAPES:
+        if shape.mod is not None or shape.name in MERGED:
+            yield _verify_merge_variant(shape, target)
     names = ("rows_ptr", "ids_ptr", "pages_ptr", "translated_ptr", "joined_ptr", "offsets_ptr")
     long = dict.fromkeys(names, torch.int64)
     for name, kernel in index.KERNELS.items():
@@ -189,14 +226,77 @@ def _scores_variant(shape: Shape, target: Target) -> Variant:
     )
 
 
-def _merge_variant(shape: Shape) -> Variant:
+def _extend_variant(shape: Shape, target: Target, *, one_pass: bool = False) -> Variant:
+    constants, options = extend.extend_constants(
+        spec=shape.spec(),
+        view=shape.view(),
+        target=target,
+        q_dtype=shape.dtype,
+        masked=shape.masked,
+        ordered=not shape.masked,
+        one_pass=one_pass,
+        parts="all",
+        has_lse=shape.sinks,
+    )
+    return Variant(
+        name=f"extend{' in one pass' * one_pass}: {shape.name}",
+        kernel=extend._extend_kernel,
+        pointers=_several(shape),
+        constants=constants,
+        options=options,
+    )
+
+
+def _verify_variant(shape: Shape, target: Target) -> Variant:
+    constants, options = verify.verify_constants(
+        spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype, rows=None, masked=shape.masked
+    )
+    return Variant(
+        name=f"verify: {shape.name}",
+        kernel=verify._verify_split_kernel,
+        pointers=_several(shape),
+        constants=constants,
+        options=options,
+    )
+
+
+def _verify_merge_variant(shape: Shape, target: Target) -> Variant:
+    constants, options = verify.verify_merge_constants(
+        spec=shape.spec(),
+        view=shape.view(),
+        target=target,
+        q_dtype=shape.dtype,
+        ordered=not shape.masked,
+        masked=shape.masked,
+        read_new=True,
+        has_lse=shape.sinks,
+    )
+    return Variant(
+        name=f"verify merge: {shape.name}",
+        kernel=verify._verify_merge_kernel,
+        pointers=_several(shape),
+        constants=constants,
+        options=options,
+    )
+
+
+def _several(shape: Shape) -> dict[str, torch.dtype]:
+    """Return the pointer types of kernels with several queries a request."""
+    stored = dict.fromkeys(("k_ptr", "v_ptr"), shape.kv_dtype)
+    given = dict.fromkeys(("q_ptr", "k_new_ptr", "v_new_ptr", "out_ptr"), shape.dtype)
+    names = ("lse_ptr", "sinks_ptr", "aux_ptr", "acc_ptr", "max_ptr", "sum_ptr")
+    lists = {"slots_ptr": torch.int64, "mask_indptr_ptr": torch.int64, "bits_ptr": torch.uint8}
+    return {**stored, **given, **dict.fromkeys(names, torch.float32), **lists}
+
+
+def _merge_variant(shape: Shape, target: Target) -> Variant:
     names = ("acc_ptr", "max_ptr", "sum_ptr", "sinks_ptr", "lse_ptr")
     return Variant(
         name=f"merge: {shape.name}",
         kernel=decode._decode_merge_kernel,
         pointers={**dict.fromkeys(names, torch.float32), "out_ptr": shape.dtype},
-        constants=decode.merge_constants(spec=shape.spec(), has_lse=True),
-        options=decode.MERGE_OPTIONS,
+        constants=decode.merge_constants(spec=shape.spec(), target=target, has_lse=True),
+        options=merge_options(target, num_warps=4),
     )
 
 

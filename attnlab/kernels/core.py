@@ -92,23 +92,166 @@ def finite_or_zero(maximum):
 
 
 @jit
-def softmax_step(running_max, running_sum, acc, scores, v, PACKED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The softmax state of [rows], one tile of keys later."""
+def score_tile(
+    q,
+    q_rest,
+    k,
+    k_rows,
+    mask_n,
+    visible,
+    q_pos,
+    kv_pos,
+    q_index,
+    head,
+    scale,
+    softcap,
+    aux_ptr,
+    aux_stride_token,
+    aux_stride_head,
+    aux_width,
+    QK_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TEMPERATURE_LEN: tl.constexpr,
+    MOD: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """[rows, keys] scores of queries against a tile of keys; -inf where not `visible`.
+
+    `k` are the main columns of the keys, `q_rest` the queries' other ones, read only where BLOCK_R is not 0.
+    """
+    products = dots(q, k, PACKED)
+    if BLOCK_R > 0:
+        products += dots(q_rest, load_tile(k_rows, mask_n, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE), PACKED)
+    return score_pipeline(
+        products,
+        q_pos,
+        kv_pos,
+        q_index,
+        head,
+        visible,
+        scale,
+        softcap,
+        aux_ptr,
+        aux_stride_token,
+        aux_stride_head,
+        aux_width,
+        HAS_SOFTCAP,
+        TEMPERATURE_LEN,
+        MOD,
+    )
+
+
+@jit
+def attend_tile(
+    running_max,
+    running_sum,
+    acc,
+    q,
+    q_rest,
+    k_rows,
+    v_rows,
+    mask_n,
+    visible,
+    q_pos,
+    kv_pos,
+    q_index,
+    head,
+    scale,
+    softcap,
+    aux_ptr,
+    aux_stride_token,
+    aux_stride_head,
+    aux_width,
+    QK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PACKED: tl.constexpr,
+    V_IS_K_TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TEMPERATURE_LEN: tl.constexpr,
+    MOD: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """The softmax state of [rows] queries, one tile of keys later: the step that every attention kernel repeats.
+
+    The state is the largest score, the sum of exp(score - largest), and the values weighted likewise. `k_rows` and
+    `v_rows` point at the keys and values; where V_IS_K_TILE the values are the main columns of the keys.
+    """
+    k = load_tile(k_rows, mask_n, 0, BLOCK_D, QK_DIM, COMPUTE)
+    scores = score_tile(
+        q,
+        q_rest,
+        k,
+        k_rows,
+        mask_n,
+        visible,
+        q_pos,
+        kv_pos,
+        q_index,
+        head,
+        scale,
+        softcap,
+        aux_ptr,
+        aux_stride_token,
+        aux_stride_head,
+        aux_width,
+        QK_DIM,
+        BLOCK_D,
+        BLOCK_R,
+        PACKED,
+        HAS_SOFTCAP,
+        TEMPERATURE_LEN,
+        MOD,
+        COMPUTE,
+    )
     new_max = tl.maximum(running_max, tl.max(scores, 1))
     shift = finite_or_zero(new_max)
     p = tl.exp(scores - shift[:, None])
     fade = tl.exp(running_max - shift)
+    # Only now: values that are loaded before the exponentials would hold registers meanwhile.
+    if V_IS_K_TILE:
+        v = k
+    else:
+        v = load_tile(v_rows, mask_n, 0, BLOCK_V, V_DIM, COMPUTE)
     acc = acc * fade[:, None] + weighted_sum(p, v, PACKED, BLOCK_N)
     running_sum = running_sum * fade + tl.sum(p, 1)
     return new_max, running_sum, acc
 
 
 @jit
+def merge_states(running_max, running_sum, acc, maxima, sums, accs):
+    """The softmax state of [rows] queries and that of others, as if they had seen both sets of keys."""
+    new_max = tl.maximum(running_max, maxima)
+    shift = finite_or_zero(new_max)
+    fade = tl.exp(running_max - shift)
+    weight = tl.exp(maxima - shift)
+    acc = acc * fade[:, None] + accs * weight[:, None]
+    return new_max, running_sum * fade + sums * weight, acc
+
+
+@jit
+def join_sink(running_max, running_sum, sink):
+    """The state with the sink in its denominator: new maximum, new sum, and what the accumulator fades by."""
+    new_max = tl.maximum(running_max, sink)
+    shift = finite_or_zero(new_max)
+    # A sink of +inf takes everything: exp(inf - inf) would be NaN.
+    endless = sink == float("inf")
+    fade = tl.where(endless, 0.0, tl.exp(running_max - shift))
+    return new_max, running_sum * fade + tl.where(endless, 1.0, tl.exp(sink - shift)), fade
+
+
+@jit
 def visible_keys(
     q_pos,
     kv_pos,
-    number,
-    other,
+    q_number,
+    kv_number,
     column,
     mask_m,
     mask_n,
@@ -124,7 +267,7 @@ def visible_keys(
 ):
     """[queries, keys]: which keys a query sees, by sight and then by mask or causality.
 
-    `number` and `other` are places among the request's new tokens, `other` below 0 for a cached key; `column` is the
+    `q_number` and `kv_number` are places among the request's new tokens, below 0 for a cached key; `column` is the
     key's in a row of the mask, whose first bit is number `bits_row` of `num_bits`.
     """
     visible = mask_m[:, None] & mask_n[None, :]
@@ -138,7 +281,41 @@ def visible_keys(
         bits = tl.load(bits_ptr + bit, mask=visible & (bit < num_bits), other=0)
         visible = visible & (bits != 0)
     elif CAUSAL:
-        visible = visible & (other[None, :] <= number[:, None])
+        visible = visible & (kv_number[None, :] <= q_number[:, None])
     elif HAS_WINDOW:
         visible = visible & (kv_pos[None, :] - q_pos[:, None] < window)
     return visible
+
+
+@jit
+def first_visible(q_pos, mask_m, window, chunk, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr):
+    """The first position that any of the queries sees. Keys before it need not be loaded."""
+    lowest = tl.min(tl.where(mask_m, q_pos, 2147483647), 0)
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(first, lowest - window + 1)
+    if HAS_CHUNK:
+        first = tl.maximum(first, lowest // chunk * chunk)
+    return first
+
+
+@jit
+def write_rows(
+    running_max,
+    running_sum,
+    acc,
+    out_rows,
+    lse_rows,
+    mask_m,
+    V_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """Normalise the softmax states of [rows] and store them. Nothing seen: out 0, lse -inf."""
+    safe = tl.where(running_sum == 0.0, 1.0, running_sum)
+    offs_v = tl.arange(0, BLOCK_V)
+    cells = out_rows[:, None] + offs_v[None, :]
+    mask_out = mask_m[:, None] & (offs_v < V_DIM)[None, :]
+    tl.store(cells, (acc / safe[:, None]).to(out_rows.dtype.element_ty), mask=mask_out)
+    if HAS_LSE:
+        tl.store(lse_rows, running_max + tl.log(safe), mask=mask_m)

@@ -12,20 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from attnlab._triton import device_clock, jit, multiprocessor, tl
-from attnlab.kernels.core import dots, finite_or_zero, load_tile, score_pipeline, slot_offsets, weighted_sum
+from attnlab._triton import device_clock, jit, multiprocessor, release_dependents, tl, wait_for_earlier
+from attnlab.kernels.core import attend_tile, finite_or_zero, join_sink, load_tile, slot_offsets
+from attnlab.kernels.launch import lifted, merge_options, padded, slot_stride, tile_constants, written
 from attnlab.kernels.target import Target
-from attnlab.memory.pool import KVView
+from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.call import DecodeCall
 from attnlab.spec import AttentionSpec
 
 HEAD_TILE = 16
 """Query heads of one group that a program packs into a tile; the tensor core's smallest side."""
-
-_TL_DTYPES = {} if tl is None else {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-MERGE_OPTIONS = {"num_warps": 4, "num_stages": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,19 +51,6 @@ class SplitConfig:
 def head_tiles(group: int) -> int:
     """Return how many programs share the query heads of a group of that size: the tiles of up to 16 that it needs."""
     return -(-group // HEAD_TILE)
-
-
-def dim_tiles(dim: int) -> tuple[int, int]:
-    """Return (main, rest): tile widths that cover a head dimension, powers of two of at least 16; rest may be 0.
-
-    Dimensions such as 576 = 512 + 64, 192 = 128 + 64 or 80 = 64 + 16 are covered without idle lanes; the others are
-    padded to the next power of two.
-    """
-    main = 1 << (dim.bit_length() - 1)
-    rest = dim - main
-    if main >= 16 and rest >= 16 and rest & (rest - 1) == 0:
-        return main, rest
-    return max(16, 1 << (dim - 1).bit_length()), 0
 
 
 def decode_split(call: DecodeCall, *, target: Target) -> None:
@@ -125,24 +109,11 @@ def split_constants(
     """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on."""
     compute = compute_dtype(q_dtype, view.k.dtype)
     config = SplitConfig.choose(spec, target, fp32=compute == torch.float32)
-    block_d, block_r = dim_tiles(spec.qk_dim)
     constants: dict[str, Any] = {
         "GROUP": spec.group,
-        "QK_DIM": spec.qk_dim,
-        "V_DIM": spec.v_dim,
         "BLOCK_H": 1 if spec.group == 1 else HEAD_TILE,
-        "BLOCK_N": config.block_n,
-        "BLOCK_D": block_d,
-        "BLOCK_R": block_r,
-        "BLOCK_V": max(16, 1 << (spec.v_dim - 1).bit_length()),
-        "PAGE_SIZE": view.page_size,
-        # V is the whole main tile of K: 512 of 576, 256 of 288.
-        "V_IS_K_TILE": view.v_in_k and spec.v_dim == block_d,
-        "HAS_SOFTCAP": spec.softcap is not None,
-        "TEMPERATURE_LEN": spec.temperature_len or 0,
-        "MOD": None if spec.mod is None else spec.mod.triton,
-        # numpy knows no bf16: dots of such tiles would be silently wrong in the interpreter.
-        "COMPUTE": tl.float32 if target.kind == "interpreter" else _TL_DTYPES[compute],
+        **tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n),
+        "PDL": target.has_pdl,
     }
     return constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
@@ -159,8 +130,7 @@ def decode_merge(call: DecodeCall, *, target: Target) -> None:
     out, partials = call.out, call.partials
     if out.shape[0] == 0:
         return
-    # The interpreter truncates where it should round to bf16: torch rounds instead.
-    written = torch.empty_like(out, dtype=torch.float32) if target.kind == "interpreter" else out
+    rows = written(out, target)
     lse = partials.max if call.lse is None else call.lse
     _decode_merge_kernel[(out.shape[0], call.spec.heads)](
         partials.acc,
@@ -168,23 +138,23 @@ def decode_merge(call: DecodeCall, *, target: Target) -> None:
         partials.sum,
         call.lane.schedule.merge_indptr,
         partials.max if call.sinks is None else call.sinks,
-        written,
+        rows,
         lse,
         call.view.v_scale,
-        written.stride(0),
-        written.stride(1),
+        rows.stride(0),
+        rows.stride(1),
         lse.stride(0),
         lse.stride(1),
-        **merge_constants(spec=call.spec, has_lse=call.lse is not None),
-        **MERGE_OPTIONS,
+        **merge_constants(spec=call.spec, target=target, has_lse=call.lse is not None),
+        **merge_options(target, num_warps=4),
     )
-    if written is not out:
-        out.copy_(written)
+    if rows is not out:
+        out.copy_(rows)
 
 
-def merge_constants(*, spec: AttentionSpec, has_lse: bool) -> dict[str, Any]:
+def merge_constants(*, spec: AttentionSpec, target: Target, has_lse: bool) -> dict[str, Any]:
     """Return the merge kernel's compile-time arguments."""
-    block_v = max(16, 1 << (spec.v_dim - 1).bit_length())
+    block_v = padded(spec.v_dim)
     return {
         "KV_HEADS": spec.kv_heads,
         "GROUP": spec.group,
@@ -193,26 +163,8 @@ def merge_constants(*, spec: AttentionSpec, has_lse: bool) -> dict[str, Any]:
         "BLOCK_S": max(4, 2048 // block_v),
         "HAS_SINKS": spec.has_sinks,
         "HAS_LSE": has_lse,
+        "PDL": target.has_pdl,
     }
-
-
-def compute_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
-    """Return what tiles are cast to before a dot: q's dtype, or the pool's where wider; fp8 is always lifted."""
-    return q_dtype if kv_dtype == torch.float8_e4m3fn else torch.promote_types(q_dtype, kv_dtype)
-
-
-def tl_dtype(dtype: torch.dtype) -> Any:
-    """Return Triton's name of a dtype that tiles are computed in."""
-    return _TL_DTYPES[dtype]
-
-
-def slot_stride(view: KVView, x: Tensor) -> int:
-    """Return the elements between two slots of a view's `k` or `v`, within a page or, with one slot a page, between."""
-    return x.stride(0) if view.page_size == 1 else x.stride(-3)
-
-
-def lifted(q: Tensor, target: Target) -> Tensor:
-    return q.float() if target.kind == "interpreter" else q
 
 
 @jit
@@ -256,6 +208,7 @@ def _decode_split_kernel(
     TEMPERATURE_LEN: tl.constexpr,
     MOD: tl.constexpr,
     COMPUTE: tl.constexpr,
+    PDL: tl.constexpr,
     TIMES: tl.constexpr,
 ):
     if TIMES:
@@ -286,6 +239,8 @@ def _decode_split_kernel(
     q = load_tile(q_rows, mask_h, 0, BLOCK_D, QK_DIM, COMPUTE)
     if BLOCK_R > 0:
         q_rest = load_tile(q_rows, mask_h, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE)
+    else:
+        q_rest = q
 
     # 3. My keys, a tile at a time, with the softmax state of all tiles so far.
     running_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
@@ -295,40 +250,39 @@ def _decode_split_kernel(
         entry = at + tl.arange(0, BLOCK_N)
         mask_n = entry < last
         slots = tl.load(slots_ptr + list_start + entry, mask=mask_n, other=0)
-        k_rows = k_head_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE)
-        k = load_tile(k_rows, mask_n, 0, BLOCK_D, QK_DIM, COMPUTE)
-        products = dots(q, k, PACKED)
-        if BLOCK_R > 0:
-            products += dots(q_rest, load_tile(k_rows, mask_n, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE), PACKED)
-        scores = score_pipeline(
-            products,
+        running_max, running_sum, acc = attend_tile(
+            running_max,
+            running_sum,
+            acc,
+            q,
+            q_rest,
+            k_head_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE),
+            v_head_ptr + slot_offsets(slots, v_stride_page, v_stride_slot, PAGE_SIZE),
+            mask_n,
+            mask_h[:, None] & mask_n[None, :],
             q_pos,
             (start + entry)[None, :],
             req,
             head[:, None],
-            mask_h[:, None] & mask_n[None, :],
             scale,
             softcap,
             aux_ptr,
             aux_stride_token,
             aux_stride_head,
             aux_width,
+            QK_DIM,
+            V_DIM,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_R,
+            BLOCK_V,
+            PACKED,
+            V_IS_K_TILE,
             HAS_SOFTCAP,
             TEMPERATURE_LEN,
             MOD,
+            COMPUTE,
         )
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
-        shift = finite_or_zero(new_max)
-        p = tl.exp(scores - shift[:, None])
-        fade = tl.exp(running_max - shift)
-        if V_IS_K_TILE:
-            v = k
-        else:
-            v_rows = v_head_ptr + slot_offsets(slots, v_stride_page, v_stride_slot, PAGE_SIZE)
-            v = load_tile(v_rows, mask_n, 0, BLOCK_V, V_DIM, COMPUTE)
-        acc = acc * fade[:, None] + weighted_sum(p, v, PACKED, BLOCK_N)
-        running_sum = running_sum * fade + tl.sum(p, 1)
-        running_max = new_max
 
     # 4. Leave the state, unnormalised: no logarithm, no division, nothing undefined where nothing was seen.
     state = partial * GROUP + member
@@ -337,6 +291,8 @@ def _decode_split_kernel(
     tl.store(sum_ptr + state, running_sum, mask=mask_h)
     cells = acc_ptr + state[:, None] * V_DIM + offs_v[None, :]
     tl.store(cells, acc, mask=mask_h[:, None] & (offs_v < V_DIM)[None, :])
+    if PDL:
+        release_dependents()
     if TIMES:
         note = times_ptr + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 3
         tl.store(note, multiprocessor().to(tl.int64))
@@ -365,7 +321,10 @@ def _decode_merge_kernel(
     BLOCK_S: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        wait_for_earlier()
     # 1. What is mine: one query head of one request, and where its partials lie.
     req = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -401,14 +360,8 @@ def _decode_merge_kernel(
     # 3. The sink joins the denominator once, whatever the number of splits.
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
-        new_max = tl.maximum(running_max, sink)
-        shift = finite_or_zero(new_max)
-        # A sink of +inf takes everything: exp(inf - inf) would be NaN.
-        endless = sink == float("inf")
-        fade = tl.where(endless, 0.0, tl.exp(running_max - shift))
+        running_max, running_sum, fade = join_sink(running_max, running_sum, sink)
         acc = acc * fade
-        running_sum = running_sum * fade + tl.where(endless, 1.0, tl.exp(sink - shift))
-        running_max = new_max
 
     # 4. Normalise. Nothing seen: out 0, lse -inf.
     nothing = running_sum == 0.0

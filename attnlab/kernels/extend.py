@@ -8,22 +8,17 @@ Source of the method: FlashAttention-2 (Dao, 2023), over paged keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from attnlab._triton import jit, tl
-from attnlab.kernels.core import (
-    dots,
-    finite_or_zero,
-    load_tile,
-    score_pipeline,
-    slot_offsets,
-    softmax_step,
-    visible_keys,
-)
-from attnlab.kernels.decode import compute_dtype, dim_tiles, lifted, slot_stride, tl_dtype
+from attnlab.kernels.core import first_visible, join_sink, load_tile, write_rows
+from attnlab.kernels.launch import lifted, slot_stride, tile_constants, written
+from attnlab.kernels.sweep import attend_list, attend_new
 from attnlab.kernels.target import Target
 from attnlab.mask import CustomMask
+from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.extend_call import ExtendCall
 from attnlab.spec import AttentionSpec
 
@@ -42,15 +37,18 @@ class ExtendConfig:
     num_stages: int
 
     @classmethod
-    def choose(cls, spec: AttentionSpec, target: Target, *, fp32: bool) -> ExtendConfig:
-        """Return the choice; the one place where it is made."""
+    def choose(cls, spec: AttentionSpec, target: Target, *, compute: torch.dtype, masked: bool) -> ExtendConfig:
+        """Return the choice; the one place where it is made. What it must not do is spill: see data/."""
+        widest = max(spec.qk_dim, spec.v_dim)
         if target.kind == "interpreter":
             return cls(block_m=64, block_n=128, num_warps=4, num_stages=1)  # its cost is Python per operation
-        if spec.qk_dim > 256 or (fp32 and spec.qk_dim > 128):
-            return cls(block_m=16, block_n=32, num_warps=4, num_stages=1)
-        if spec.qk_dim > 128 or fp32:
-            return cls(block_m=32, block_n=32, num_warps=4, num_stages=1)
-        return cls(block_m=64, block_n=64, num_warps=4, num_stages=2)
+        if compute == torch.float32:
+            return cls(block_m=16, block_n=16 if widest > 256 else 32, num_warps=8, num_stages=1)
+        if widest > 256:
+            return cls(block_m=16, block_n=32, num_warps=8, num_stages=1)
+        if widest > 128 or masked or spec.mod is not None:
+            return cls(block_m=64, block_n=32, num_warps=8, num_stages=1)
+        return cls(block_m=128, block_n=64, num_warps=8, num_stages=2)
 
 
 def extend(call: ExtendCall, *, target: Target) -> None:
@@ -59,31 +57,38 @@ def extend(call: ExtendCall, *, target: Target) -> None:
     Computes: over the keys n that the query sees, out = sum p[n] v[n] / Z with p = exp(s - M), Z = sum p + exp(sink -
     M); lse = M + ln Z. Cached keys and values are scaled, new ones are not. Nothing seen: out 0, lse -inf (the sink).
     Shapes: as `ExtendCall` has them.
-    Grid: (query tiles of the longest request, query heads, requests): a program owns a tile of queries of one head.
+    Grid: (query heads x query tiles of the longest request, requests): a program owns a tile of queries of one head.
+    Heads of a group are neighbours, as they read the same keys; the last tiles, which see most, come first.
     Reads/writes: the slots of the request's list, its new tokens; the output rows of its own queries.
     """
     spec, view, layout, queries = call.spec, call.view, call.lane.layout, call.queries
     reqs, tokens = layout.index.reqs, call.q.shape[0]
     if reqs == 0 or tokens == 0 or queries.most == 0:
         return
-    compute = compute_dtype(call.q.dtype, view.k.dtype)
-    config = ExtendConfig.choose(spec, target, fp32=compute == torch.float32)
-    block_d, block_r = dim_tiles(spec.qk_dim)
-    q, k_new, v_new = (lifted(x, target) for x in (call.q, call.k, call.v))
-    # The interpreter truncates where it should round to bf16: torch rounds instead.
-    out = torch.zeros_like(call.out, dtype=torch.float32) if target.kind == "interpreter" else call.out
-    any_floats = q  # where an option is off, any tensor will do
-    lse = any_floats if call.lse is None else call.lse
-    sinks = any_floats if call.sinks is None else call.sinks
-    bias = any_floats if call.aux is None else call.aux
+    constants, options = extend_constants(
+        spec=spec,
+        view=view,
+        target=target,
+        q_dtype=call.q.dtype,
+        masked=isinstance(queries.mask, CustomMask),
+        ordered=queries.ordered,
+        one_pass=call.one_pass,
+        parts=call.parts,
+        has_lse=call.lse is not None,
+    )
+    q = lifted(call.q, target)
+    # In one pass the new tokens' keys lie in the pool: then, and where an option is off, any tensor will do.
+    k_new, v_new = (q if x is None else lifted(x, target) for x in (call.k, call.v))
+    rows = written(call.out, target)
+    lse, sinks, bias = (q if x is None else x for x in (call.lse, call.sinks, call.aux))
     bits = queries.mask.bits if isinstance(queries.mask, CustomMask) else layout.start
-    _extend_kernel[(-(-queries.most // config.block_m), spec.heads, reqs)](
+    _extend_kernel[(spec.heads * -(-queries.most // constants["BLOCK_M"]), reqs)](
         q,
         k_new,
         v_new,
         view.k,
         view.v,
-        out,
+        rows,
         lse,
         sinks,
         bias,
@@ -114,41 +119,52 @@ def extend(call: ExtendCall, *, target: Target) -> None:
         view.v.stride(0),
         slot_stride(view, view.v),
         view.v.stride(-2),
-        out.stride(0),
-        out.stride(1),
+        rows.stride(0),
+        rows.stride(1),
         lse.stride(0),
         lse.stride(1),
         bias.stride(0),
         bias.stride(1),
         bias.shape[2],
-        GROUP=spec.group,
-        QK_DIM=spec.qk_dim,
-        V_DIM=spec.v_dim,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_D=block_d,
-        BLOCK_R=block_r,
-        BLOCK_V=max(16, 1 << (spec.v_dim - 1).bit_length()),
-        PAGE_SIZE=view.page_size,
-        ONE_PASS=call.one_pass,
-        READ_CACHED=call.parts != "new",
-        READ_NEW=not call.one_pass and call.parts != "cached",
-        CAUSAL=layout.sight.causal,
-        HAS_MASK=isinstance(queries.mask, CustomMask),
-        HAS_WINDOW=layout.sight.window is not None,
-        HAS_CHUNK=layout.sight.chunk is not None,
-        HAS_SINKS=spec.has_sinks,
-        HAS_LSE=call.lse is not None,
-        HAS_SOFTCAP=spec.softcap is not None,
-        TEMPERATURE_LEN=spec.temperature_len or 0,
-        MOD=None if spec.mod is None else spec.mod.triton,
-        COMPUTE=tl.float32 if target.kind == "interpreter" else tl_dtype(compute),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **constants,
+        **options,
     )
-    if out is not call.out:
-        live = int(queries.indptr[-1])
-        call.out[:live] = out[:live].to(call.out.dtype)
+    if rows is not call.out:
+        call.out.copy_(rows)
+
+
+def extend_constants(
+    *,
+    spec: AttentionSpec,
+    view: KVView,
+    target: Target,
+    q_dtype: torch.dtype,
+    masked: bool,
+    ordered: bool,
+    one_pass: bool,
+    parts: str,
+    has_lse: bool,
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on."""
+    compute = compute_dtype(q_dtype, view.k.dtype)
+    config = ExtendConfig.choose(spec, target, compute=compute, masked=masked)
+    constants: dict[str, Any] = {
+        "HEADS": spec.heads,
+        "GROUP": spec.group,
+        "BLOCK_M": config.block_m,
+        **tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n),
+        "ONE_PASS": one_pass,
+        "READ_CACHED": parts != "new",
+        "READ_NEW": not one_pass and parts != "cached",
+        "ORDERED": ordered,
+        "CAUSAL": spec.sight.causal,
+        "HAS_MASK": masked,
+        "HAS_WINDOW": spec.sight.window is not None,
+        "HAS_CHUNK": spec.sight.chunk is not None,
+        "HAS_SINKS": spec.has_sinks,
+        "HAS_LSE": has_lse,
+    }
+    return constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 @jit(do_not_specialize=("num_bits", "window", "chunk"))
@@ -196,45 +212,51 @@ def _extend_kernel(
     aux_stride_token,
     aux_stride_head,
     aux_width,
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     QK_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    V_IS_K_TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TEMPERATURE_LEN: tl.constexpr,
+    MOD: tl.constexpr,
+    COMPUTE: tl.constexpr,
     ONE_PASS: tl.constexpr,
     READ_CACHED: tl.constexpr,
     READ_NEW: tl.constexpr,
+    ORDERED: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    TEMPERATURE_LEN: tl.constexpr,
-    MOD: tl.constexpr,
-    COMPUTE: tl.constexpr,
 ):
     # 1. What is mine: a tile of queries of one request, for one head.
-    req = tl.program_id(2).to(tl.int64)
+    req = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0) % HEADS
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // HEADS
     first_token = tl.load(q_indptr_ptr + req).to(tl.int64)
     new = (tl.load(q_indptr_ptr + req + 1) - first_token).to(tl.int32)
-    if tl.program_id(0) * BLOCK_M >= new:
+    if tile * BLOCK_M >= new:
         return
-    head = tl.program_id(1)
     kv_head = (head // GROUP).to(tl.int64)
-    number = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # among the request's new tokens
-    mask_m = number < new
-    token = first_token + number
+    q_number = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # among the request's new tokens
+    mask_m = q_number < new
+    token = first_token + q_number
     q_pos = tl.load(positions_ptr + token, mask=mask_m, other=0)
     q_rows = q_ptr + token * q_stride_token + head.to(tl.int64) * q_stride_head
     q = load_tile(q_rows, mask_m, 0, BLOCK_D, QK_DIM, COMPUTE)
     if BLOCK_R > 0:
         q_rest = load_tile(q_rows, mask_m, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE)
+    else:
+        q_rest = q
 
     # 2. Its keys: a list of cached ones, which in one pass holds the new ones too.
     list_start = tl.load(indptr_ptr + req)
@@ -244,144 +266,137 @@ def _extend_kernel(
     cached = start + listed
     if ONE_PASS:
         cached -= new
-    bits_row = number.to(tl.int64) * (cached + new)
+    bits_row = q_number.to(tl.int64) * (cached + new)
     if HAS_MASK:
         bits_row += tl.load(mask_indptr_ptr + req)
-    k_head_ptr = k_ptr + kv_head * k_stride_head
-    v_head_ptr = v_ptr + kv_head * v_stride_head
+    first = first_visible(q_pos, mask_m, window, chunk, HAS_WINDOW, HAS_CHUNK)
 
     # 3. The cached keys, a tile at a time. Entries that no query of the tile sees are left out, by whole tiles.
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    first_entry = tl.maximum(first - start, 0) // BLOCK_N * BLOCK_N
     last_entry = listed
     if not READ_CACHED:
         last_entry = 0
     if ONE_PASS and CAUSAL and not HAS_MASK:
-        last_entry = tl.minimum(listed, listed - new + (tl.program_id(0) + 1) * BLOCK_M)
-    first_entry = 0
-    if HAS_WINDOW:
-        lowest = tl.min(tl.where(mask_m, q_pos, 2147483647), 0)
-        first_entry = tl.maximum(lowest - window + 1 - start, 0) // BLOCK_N * BLOCK_N
-    for at in range(first_entry, last_entry, BLOCK_N):
-        entry = at + tl.arange(0, BLOCK_N)
-        mask_n = entry < last_entry
-        kv_pos = start + entry
-        slots = tl.load(slots_ptr + list_start + entry, mask=mask_n, other=0)
-        k_rows = k_head_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE)
-        products = dots(q, load_tile(k_rows, mask_n, 0, BLOCK_D, QK_DIM, COMPUTE), True)
-        if BLOCK_R > 0:
-            products += dots(q_rest, load_tile(k_rows, mask_n, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE), True)
-        visible = visible_keys(
+        last_entry = tl.minimum(listed, listed - new + (tile + 1) * BLOCK_M)
+    running_max, running_sum, acc = attend_list(
+        running_max,
+        running_sum,
+        acc,
+        q,
+        q_rest,
+        q_pos,
+        q_number,
+        token,
+        head,
+        mask_m,
+        first_entry,
+        last_entry,
+        slots_ptr + list_start,
+        start,
+        start_visible,
+        cached,
+        k_ptr + kv_head * k_stride_head,
+        k_stride_page,
+        k_stride_slot,
+        v_ptr + kv_head * v_stride_head,
+        v_stride_page,
+        v_stride_slot,
+        bits_ptr,
+        bits_row,
+        num_bits,
+        window,
+        chunk,
+        scale * k_scale,
+        softcap,
+        aux_ptr,
+        aux_stride_token,
+        aux_stride_head,
+        aux_width,
+        QK_DIM,
+        V_DIM,
+        BLOCK_N,
+        BLOCK_D,
+        BLOCK_R,
+        BLOCK_V,
+        PAGE_SIZE,
+        V_IS_K_TILE,
+        HAS_SOFTCAP,
+        TEMPERATURE_LEN,
+        MOD,
+        COMPUTE,
+        CAUSAL,
+        HAS_MASK,
+        HAS_WINDOW,
+        HAS_CHUNK,
+    )
+    acc = acc * v_scale
+
+    # 4. The new keys, straight from the call: they are not scaled.
+    if READ_NEW:
+        first_new = 0
+        if ORDERED:  # then a key's place says where it stands; drafts of a tree share positions
+            first_new = tl.maximum(first - cached, 0) // BLOCK_N * BLOCK_N
+        last_new = new
+        if CAUSAL and not HAS_MASK:
+            last_new = tl.minimum(new, (tile + 1) * BLOCK_M)
+        elif HAS_WINDOW and ORDERED and not HAS_MASK:
+            last_new = tl.minimum(new, (tile + 1) * BLOCK_M + tl.minimum(window, new))
+        running_max, running_sum, acc = attend_new(
+            running_max,
+            running_sum,
+            acc,
+            q,
+            q_rest,
             q_pos,
-            kv_pos,
-            number,
-            kv_pos - cached,  # below 0 for cached keys
-            kv_pos,
+            q_number,
+            token,
+            head,
             mask_m,
-            mask_n & (kv_pos >= start_visible),
+            first_new,
+            last_new,
+            first_token,
+            positions_ptr,
+            cached,
+            k_new_ptr + kv_head * k_new_stride_head,
+            k_new_stride_token,
+            v_new_ptr + kv_head * v_new_stride_head,
+            v_new_stride_token,
             bits_ptr,
             bits_row,
             num_bits,
             window,
             chunk,
-            CAUSAL,
-            HAS_MASK,
-            HAS_WINDOW,
-            HAS_CHUNK,
-        )
-        scores = score_pipeline(
-            products,
-            q_pos[:, None],
-            kv_pos[None, :],
-            token[:, None],
-            head,
-            visible,
-            scale * k_scale,
+            scale,
             softcap,
             aux_ptr,
             aux_stride_token,
             aux_stride_head,
             aux_width,
+            QK_DIM,
+            V_DIM,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_R,
+            BLOCK_V,
+            V_IS_K_TILE,
             HAS_SOFTCAP,
             TEMPERATURE_LEN,
             MOD,
+            COMPUTE,
+            ORDERED,
+            CAUSAL,
+            HAS_MASK,
+            HAS_WINDOW,
+            HAS_CHUNK,
         )
-        v_rows = v_head_ptr + slot_offsets(slots, v_stride_page, v_stride_slot, PAGE_SIZE)
-        v = load_tile(v_rows, mask_n, 0, BLOCK_V, V_DIM, COMPUTE)
-        running_max, running_sum, acc = softmax_step(running_max, running_sum, acc, scores, v, True, BLOCK_N)
-    acc = acc * v_scale
 
-    # 4. The new keys, straight from the call: they are not scaled.
-    if READ_NEW:
-        last_new = new
-        if CAUSAL and not HAS_MASK:
-            last_new = tl.minimum(new, (tl.program_id(0) + 1) * BLOCK_M)
-        for at in range(0, last_new, BLOCK_N):
-            other = at + tl.arange(0, BLOCK_N)
-            mask_n = other < last_new
-            kv_token = first_token + other
-            kv_pos = tl.load(positions_ptr + kv_token, mask=mask_n, other=0)
-            k_rows = k_new_ptr + kv_token * k_new_stride_token + kv_head * k_new_stride_head
-            products = dots(q, load_tile(k_rows, mask_n, 0, BLOCK_D, QK_DIM, COMPUTE), True)
-            if BLOCK_R > 0:
-                products += dots(q_rest, load_tile(k_rows, mask_n, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE), True)
-            visible = visible_keys(
-                q_pos,
-                kv_pos,
-                number,
-                other,
-                cached + other,
-                mask_m,
-                mask_n,
-                bits_ptr,
-                bits_row,
-                num_bits,
-                window,
-                chunk,
-                CAUSAL,
-                HAS_MASK,
-                HAS_WINDOW,
-                HAS_CHUNK,
-            )
-            scores = score_pipeline(
-                products,
-                q_pos[:, None],
-                kv_pos[None, :],
-                token[:, None],
-                head,
-                visible,
-                scale,
-                softcap,
-                aux_ptr,
-                aux_stride_token,
-                aux_stride_head,
-                aux_width,
-                HAS_SOFTCAP,
-                TEMPERATURE_LEN,
-                MOD,
-            )
-            v_rows = v_new_ptr + kv_token * v_new_stride_token + kv_head * v_new_stride_head
-            v = load_tile(v_rows, mask_n, 0, BLOCK_V, V_DIM, COMPUTE)
-            running_max, running_sum, acc = softmax_step(running_max, running_sum, acc, scores, v, True, BLOCK_N)
-
-    # 5. The sink joins the denominator once; then normalise. Nothing seen: out 0, lse -inf.
+    # 5. The sink joins the denominator once; then normalise.
     if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head).to(tl.float32)
-        new_max = tl.maximum(running_max, sink)
-        shift = finite_or_zero(new_max)
-        # A sink of +inf takes everything: exp(inf - inf) would be NaN.
-        endless = sink == float("inf")
-        fade = tl.where(endless, 0.0, tl.exp(running_max - shift))
+        running_max, running_sum, fade = join_sink(running_max, running_sum, tl.load(sinks_ptr + head).to(tl.float32))
         acc = acc * fade[:, None]
-        running_sum = running_sum * fade + tl.where(endless, 1.0, tl.exp(sink - shift))
-        running_max = new_max
-    safe = tl.where(running_sum == 0.0, 1.0, running_sum)
-    offs_v = tl.arange(0, BLOCK_V)
     out_rows = out_ptr + token * out_stride_token + head.to(tl.int64) * out_stride_head
-    cells = out_rows[:, None] + offs_v[None, :]
-    mask_out = mask_m[:, None] & (offs_v < V_DIM)[None, :]
-    tl.store(cells, (acc / safe[:, None]).to(out_ptr.dtype.element_ty), mask=mask_out)
-    if HAS_LSE:
-        lse_rows = lse_ptr + token * lse_stride_token + head.to(tl.int64) * lse_stride_head
-        tl.store(lse_rows, running_max + tl.log(safe), mask=mask_m)
+    lse_rows = lse_ptr + token * lse_stride_token + head.to(tl.int64) * lse_stride_head
+    write_rows(running_max, running_sum, acc, out_rows, lse_rows, mask_m, V_DIM, BLOCK_V, HAS_LSE)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from attnlab._triton import jit, tl
-from attnlab.kernels.core import dots, load_tile, score_pipeline, slot_offsets
-from attnlab.kernels.decode import head_tiles, lifted, slot_stride, split_constants
+from attnlab.kernels.core import load_tile, score_tile, slot_offsets
+from attnlab.kernels.decode import head_tiles, split_constants
+from attnlab.kernels.launch import lifted, slot_stride
 from attnlab.kernels.target import Target
 from attnlab.plan.call import DecodeCall
 from attnlab.spec import AttentionSpec
@@ -122,26 +123,34 @@ def _decode_scores_kernel(
     slots = tl.load(slots_ptr + list_start + entry, mask=mask_n, other=0)
     k_rows = k_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE) + kv_head * k_stride_head
     q = load_tile(q_rows, mask_h, 0, BLOCK_D, QK_DIM, COMPUTE)
-    products = dots(q, load_tile(k_rows, mask_n, 0, BLOCK_D, QK_DIM, COMPUTE), PACKED)
+    q_rest = q
     if BLOCK_R > 0:
         q_rest = load_tile(q_rows, mask_h, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE)
-        products += dots(q_rest, load_tile(k_rows, mask_n, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE), PACKED)
-    scores = score_pipeline(
-        products,
+    scores = score_tile(
+        q,
+        q_rest,
+        load_tile(k_rows, mask_n, 0, BLOCK_D, QK_DIM, COMPUTE),
+        k_rows,
+        mask_n,
+        mask_h[:, None] & mask_n[None, :],
         start + keys - 1,
         (start + entry)[None, :],
         req,
         head[:, None],
-        mask_h[:, None] & mask_n[None, :],
         scale,
         softcap,
         aux_ptr,
         aux_stride_token,
         aux_stride_head,
         aux_width,
+        QK_DIM,
+        BLOCK_D,
+        BLOCK_R,
+        PACKED,
         HAS_SOFTCAP,
         TEMPERATURE_LEN,
         MOD,
+        COMPUTE,
     )
 
     # 3. Keep them.

@@ -33,6 +33,11 @@ class Target:
         """Whether kernels can read fp8-e4m3 here (CUDA from compute capability 8.9 on, and the interpreter)."""
         return self.kind == "interpreter" or (self.kind == "cuda" and self.arch >= 89)
 
+    @property
+    def has_pdl(self) -> bool:
+        """Whether a kernel may be launched before the one that it depends on has ended (CUDA from 9.0 on)."""
+        return self.kind == "cuda" and self.arch >= 90
+
 
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which Triton launches on this device: it takes the current one, whatever the tensors say."""

@@ -137,6 +137,11 @@ class Translation:
         return torch.where(is_there, stored * self.stride + ids % self.page_size, 0)
 
 
+def compute_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
+    """Return what tiles are cast to before a dot: q's dtype, or the pool's where wider; fp8 is always lifted."""
+    return q_dtype if kv_dtype == torch.float8_e4m3fn else torch.promote_types(q_dtype, kv_dtype)
+
+
 @runtime_checkable
 class KVPool(Protocol):
     """Stores keys and values of every layer that has them. Layers are counted by their place in the pool.

@@ -228,7 +228,7 @@ class Planner:
             require(
                 max_ranges is None or splits.capacity <= max_ranges,
                 f"batch: may need {splits.capacity:,} ranges, the scratch holds {max_ranges}; build the backend with "
-                "a larger max_requests or max_tokens",
+                "a larger max_requests, max_tokens or, for a verify step, max_drafts",
             )
         return tuple(
             Lane(
@@ -294,6 +294,7 @@ class Planner:
         return Queries(
             indptr=indptr,
             positions=positions,
+            ordered=depth is None,
             most=new.bound_max,
             mask=mask,
             mask_indptr=self.ops.mask_offsets(counts, cached + counts),

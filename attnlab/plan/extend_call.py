@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from attnlab.checks import last_axis_contiguous, one_of, own_memory, require, same_device, tensor
-from attnlab.memory.pool import KVView
+from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.call import FLOATS, check_aux, check_sinks
-from attnlab.plan.plans import ExtendLane, Queries
+from attnlab.plan.plans import ExtendLane, Lane, Queries
+from attnlab.plan.workspace import Partials
 from attnlab.spec import AttentionSpec
+
+Parts = Literal["all", "cached", "new"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -22,8 +25,9 @@ class ExtendCall:
     `q` is `[tokens, heads, qk_dim]`, `k` and `v` of the new tokens `[tokens, kv_heads, dim]`, `out` `[tokens, heads,
     v_dim]`, all fp32, fp16 or bf16; `lse` `[tokens, heads]` fp32 or None; `sinks` `[heads]` exactly where the layer has
     them; `aux` `[tokens, heads, width]` exactly where its modifier reads one. Under MLA `v` is `k`'s first columns.
-    `one_pass`: the lists hold the new tokens too, which then are read from the pool, and `k` and `v` are not. `parts`
-    leaves the cached or the new keys out, for results that are merged by their LSE elsewhere; positions stay the same.
+    `one_pass`: the lists hold the new tokens too, which then are read from the pool. `parts` leaves the cached or the
+    new keys out, for results that are merged by their LSE elsewhere; positions stay the same. `k` and `v` may be None
+    where the call does not read them.
     """
 
     layer: int
@@ -33,45 +37,81 @@ class ExtendCall:
     queries: Queries
     one_pass: bool
     q: Tensor
-    k: Tensor
-    v: Tensor
+    k: Tensor | None
+    v: Tensor | None
     out: Tensor
     lse: Tensor | None = None
     sinks: Tensor | None = None
     aux: Tensor | None = None
-    parts: Literal["all", "cached", "new"] = "all"
+    parts: Parts = "all"
 
     def __post_init__(self) -> None:
-        spec, tokens, device = self.spec, self.queries.positions.shape[0], self.view.k.device
-        self.view.check_fits(spec)
-        there = self.queries.indptr.device
-        require(same_device(there, device), f"plan: made on {there}, the pool is on {device}")
-        hint = f"the plan has {tokens} query tokens, layer {self.layer} {spec.heads} heads and {spec.kv_heads} KV heads"
-        shapes = {
-            "q": (self.q, spec.heads, spec.qk_dim),
-            "k": (self.k, spec.kv_heads, spec.qk_dim),
-            "v": (self.v, spec.kv_heads, spec.v_dim),
-            "out": (self.out, spec.heads, spec.v_dim),
-        }
-        for name, (x, heads, dim) in shapes.items():
-            tensor(name, x, shape=(tokens, heads, dim), dtype=FLOATS, device=device, hint=hint)
-            last_axis_contiguous(name, x)
-        same = self.k.dtype == self.q.dtype == self.v.dtype
-        got = f"{self.k.dtype} and {self.v.dtype}"
-        require(same, f"k, v: expected the dtype of q, {self.q.dtype}, got {got}", TypeError)
-        if self.lse is not None:
-            tensor("lse", self.lse, shape=(tokens, spec.heads), dtype=torch.float32, device=device, hint=hint)
         one_of("parts", self.parts, ("all", "cached", "new"))
         require(self.parts == "all" or not self.one_pass, "parts: one pass reads one list, which cannot be told apart")
-        read: dict[str, Tensor | None] = {
-            "k": self.k,
-            "v": self.v,
-            "the pool's keys": self.view.k,
-            "the pool's values": self.view.v,
-        }
-        read |= {"q": self.q, "sinks": self.sinks, "aux": self.aux}
-        own_memory("out", self.out, read)
-        if self.lse is not None:
-            own_memory("lse", self.lse, {**read, "out": self.out})
-        check_sinks(spec, self.sinks, device)
-        check_aux(spec, self.aux, tokens, device, hint)
+        _check(self, reads_new=self.parts != "cached" and not self.one_pass)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class VerifyCall:
+    """A layer's attention for drafts, over cached keys that are split, then over the drafts themselves.
+
+    Tensors are those of `ExtendCall`; `k` and `v` are None where an encoder's keys are read, and no drafts. `partials`
+    is the scratch: a row per partial, of `queries.most x group` states. `batch_invariant`: no tile may depend on what
+    else is in the batch.
+    """
+
+    layer: int
+    spec: AttentionSpec
+    view: KVView
+    lane: Lane
+    queries: Queries
+    partials: Partials
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    out: Tensor
+    lse: Tensor | None = None
+    sinks: Tensor | None = None
+    aux: Tensor | None = None
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        kv_heads = self.lane.schedule.kv_heads
+        require(
+            kv_heads == self.spec.kv_heads,
+            f"plan: deals ranges to {kv_heads} KV heads, layer {self.layer} has {self.spec.kv_heads}",
+        )
+        _check(self, reads_new=self.k is not None)
+
+
+def _check(call: ExtendCall | VerifyCall, *, reads_new: bool) -> None:
+    """Raise unless all tensors fit the plan, the layer and each other, and what is written is read by nobody."""
+    spec, tokens, device = call.spec, call.queries.positions.shape[0], call.view.k.device
+    call.view.check_fits(spec)
+    there = call.queries.indptr.device
+    require(same_device(there, device), f"plan: made on {there}, the pool is on {device}")
+    hint = f"the plan has {tokens} query tokens, layer {call.layer} {spec.heads} heads and {spec.kv_heads} KV heads"
+    shapes: dict[str, tuple[Tensor | None, int, int]] = {
+        "q": (call.q, spec.heads, spec.qk_dim),
+        "out": (call.out, spec.heads, spec.v_dim),
+    }
+    for name, x, dim in (("k", call.k, spec.qk_dim), ("v", call.v, spec.v_dim)):
+        if reads_new or x is not None:
+            shapes[name] = (x, spec.kv_heads, dim)
+    for name, (x, heads, dim) in shapes.items():
+        last_axis_contiguous(name, tensor(name, x, shape=(tokens, heads, dim), dtype=FLOATS, device=device, hint=hint))
+    if call.k is not None and call.v is not None:
+        # What was read back of a pool may need to be wider than the queries.
+        allowed = (call.q.dtype, compute_dtype(call.q.dtype, call.view.k.dtype))
+        same = call.k.dtype == call.v.dtype and call.k.dtype in allowed
+        got = f"{call.k.dtype} and {call.v.dtype}"
+        require(same, f"k, v: expected the dtype of q, {call.q.dtype}, got {got}", TypeError)
+    if call.lse is not None:
+        tensor("lse", call.lse, shape=(tokens, spec.heads), dtype=torch.float32, device=device, hint=hint)
+    read: dict[str, Tensor | None] = {"the pool's keys": call.view.k, "the pool's values": call.view.v}
+    read |= {"q": call.q, "k": call.k, "v": call.v, "sinks": call.sinks, "aux": call.aux}
+    own_memory("out", call.out, read)
+    if call.lse is not None:
+        own_memory("lse", call.lse, {**read, "out": call.out})
+    check_sinks(spec, call.sinks, device)
+    check_aux(spec, call.aux, tokens, device, hint)

@@ -124,12 +124,14 @@ class DecodePlan:
 class Queries:
     """The query tokens of a step with several a request: those of r are `indptr[r]` up to the next entry.
 
-    `positions` are int32 `[tokens]`: where each stands in its request. `most`: no request has more. `mask_indptr` is
-    int64 `[reqs + 1]`: where each request's bits of a custom mask begin, `new x (cached + new)` of them.
+    `positions` are int32 `[tokens]`: where each stands in its request; `ordered`: one behind the other, from the end of
+    the cached ones on (drafts of a tree share positions). `most`: no request has more. `mask_indptr` is int64
+    `[reqs + 1]`: where each request's bits of a custom mask begin, `new x (cached + new)` of them.
     """
 
     indptr: Int[Tensor, " reqs_1"]
     positions: Int[Tensor, " tokens"]
+    ordered: bool
     most: int
     mask: Mask
     mask_indptr: Int[Tensor, " reqs_1"]
@@ -150,6 +152,8 @@ class Queries:
             mine = self.positions[at : at + n].tolist()
             bad = [q for q in mine if not p <= q < p + n]
             require(not bad, f"positions: request {r} has a query at {bad[:1]}, outside {p} to {p + n - 1}")
+            given = f"positions: request {r} is said to have its queries in order, got {mine[:8]}"
+            require(not self.ordered or mine == list(range(p, p + n)), given)
             at += n
 
 

@@ -1,0 +1,83 @@
+"""What launchers share: the dtype that tiles are computed in, the widths of tiles, strides, the interpreter's needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlab._triton import tl
+from attnlab.kernels.target import Target
+from attnlab.memory.pool import KVView
+from attnlab.spec import AttentionSpec
+
+_TL_DTYPES = {} if tl is None else {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def dim_tiles(dim: int) -> tuple[int, int]:
+    """Return (main, rest): tile widths that cover a head dimension, powers of two of at least 16; rest may be 0.
+
+    Dimensions such as 576 = 512 + 64, 192 = 128 + 64 or 80 = 64 + 16 are covered without idle lanes; the others are
+    padded to the next power of two.
+    """
+    main = 1 << (dim.bit_length() - 1)
+    rest = dim - main
+    if main >= 16 and rest >= 16 and rest & (rest - 1) == 0:
+        return main, rest
+    return padded(dim), 0
+
+
+def padded(number: int) -> int:
+    """Return the smallest tile that holds so many lanes: a power of two, at least 16, a tensor core's smallest side."""
+    return max(16, 1 << (number - 1).bit_length())
+
+
+def tile_constants(
+    *, spec: AttentionSpec, view: KVView, target: Target, compute: torch.dtype, block_n: int
+) -> dict[str, Any]:
+    """Return the compile-time arguments of `attend_tile`, and the page size of its pointers."""
+    block_d, block_r = dim_tiles(spec.qk_dim)
+    return {
+        "QK_DIM": spec.qk_dim,
+        "V_DIM": spec.v_dim,
+        "BLOCK_N": block_n,
+        "BLOCK_D": block_d,
+        "BLOCK_R": block_r,
+        "BLOCK_V": padded(spec.v_dim),
+        "PAGE_SIZE": view.page_size,
+        # V is the whole main tile of K: 512 of 576, 256 of 288.
+        "V_IS_K_TILE": view.v_in_k and spec.v_dim == block_d,
+        "HAS_SOFTCAP": spec.softcap is not None,
+        "TEMPERATURE_LEN": spec.temperature_len or 0,
+        "MOD": None if spec.mod is None else spec.mod.triton,
+        # numpy knows no bf16: dots of such tiles would be silently wrong in the interpreter.
+        "COMPUTE": tl.float32 if target.kind == "interpreter" else _TL_DTYPES[compute],
+    }
+
+
+def slot_stride(view: KVView, x: Tensor) -> int:
+    """Return the elements between two slots of a view's `k` or `v`, within a page or, with one slot a page, between."""
+    return x.stride(0) if view.page_size == 1 else x.stride(-3)
+
+
+def lifted(x: Tensor, target: Target) -> Tensor:
+    """Return a tensor as kernels may read it: the interpreter computes in fp32 alone."""
+    return x.float() if target.kind == "interpreter" else x
+
+
+def written(out: Tensor, target: Target) -> Tensor:
+    """Return what a kernel writes to: the interpreter truncates where it should round to bf16, so torch rounds later.
+
+    Rows that no program writes come out as they are.
+    """
+    return out.float() if target.kind == "interpreter" and out.dtype != torch.float32 else out
+
+
+def merge_options(target: Target, *, num_warps: int) -> dict[str, int]:
+    """Return the launch options of a merge: where the device can, it is launched while the split kernel still runs.
+
+    Programmatic dependent launch: the split kernel says `release_dependents` at its end, the merge kernel waits in
+    `wait_for_earlier` before it reads anything.
+    """
+    return {"num_warps": num_warps, "num_stages": 1, **({"launch_pdl": True} if target.has_pdl else {})}
