@@ -1,4 +1,4 @@
-"""The attention backend of a server: `plan` once per step, `decode` or `extend` once per layer.
+"""The attention backend of a server: `plan` once per step, `decode`, `extend` or `verify` once per layer.
 
 Reference: triton_backend.py. Nothing is kept between calls but what outlives a step: model, pool, request table,
 engine, policy, scratch, and a tracer while somebody records. The plan is an argument.
@@ -6,25 +6,25 @@ engine, policy, scratch, and a tracer while somebody records. The plan is an arg
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from attnlab.batch import Batch, DecodeBatch, ExtendBatch, VerifyBatch
+from attnlab.batch import Batch, DecodeBatch, ExtendBatch, HostLens, VerifyBatch
 from attnlab.checks import describe, positive, require, same_device, tensor
 from attnlab.engines import Engine, engine_for
-from attnlab.memory.pool import KVPool
+from attnlab.memory.pool import KVPool, KVView, compute_dtype
 from attnlab.memory.requests import RequestTable
 from attnlab.memory.rows import read_back
 from attnlab.plan import policies  # noqa: F401  (registers the policies)
 from attnlab.plan.build import Planner
 from attnlab.plan.call import FLOATS, DecodeCall
-from attnlab.plan.extend_call import ExtendCall
-from attnlab.plan.plans import DecodePlan, ExtendPlan, Lane, Plan, VerifyPlan
+from attnlab.plan.extend_call import ExtendCall, Parts, VerifyCall
+from attnlab.plan.plans import DecodePlan, ExtendLane, ExtendPlan, Lane, Plan, VerifyPlan
 from attnlab.plan.policy import HostPolicy, SplitPolicy, resolve_policy
 from attnlab.plan.workspace import Partials, Workspace
-from attnlab.spec import LayerSpec, ModelSpec
+from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec
 from attnlab.trace import Tracer
 
 
@@ -35,8 +35,9 @@ class AttentionBackend:
     with; on a CPU it may be that of the GPU one studies, or None where unknown. Scratch for batches of up to
     `max_requests` requests and `max_tokens` tokens is allocated here, once; calls share it, so one thread (and
     stream) at a time. Without shared slots no batch has more tokens than the pool has slots, which is what
-    `max_tokens` is unless it is given. `deterministic`: bits do not change with the rest of the batch, nor with where a
-    prompt is cut into chunks; it takes a policy that looks at each request alone.
+    `max_tokens` is unless it is given; `max_drafts` is the most that a request has in a verify step.
+    `deterministic`: bits do not change with the rest of the batch, nor with where a prompt is cut into chunks; it takes
+    a policy that looks at each request alone.
 
     The parts by hand, for one request of five tokens (`attnlab.workbench` does the same in a line):
 
@@ -71,15 +72,18 @@ class AttentionBackend:
         max_requests: int,
         multiprocessors: int | None,
         max_tokens: int | None = None,
+        max_drafts: int = 1,
         deterministic: bool = False,
     ) -> None:
         positive("max_requests", max_requests)
+        positive("max_drafts", max_drafts)
         max_tokens = pool.num_slots if max_tokens is None else positive("max_tokens", max_tokens)
         _check_parts(model, pool, table, max_requests)
         self.model, self.pool, self.table = model, pool, table
         self.engine = engine_for(engine, pool.device)
         self.engine.check_storage(model.kv_dtype)
         self.policy = resolve_policy(policy)
+        self.deterministic = deterministic
         self.tracer: Tracer | None = None
         self.planner = Planner(
             model=model,
@@ -97,6 +101,7 @@ class AttentionBackend:
         )
         self.workspace = Workspace(
             max_ranges=self._max_ranges(max_requests, max_tokens),
+            max_drafts=max_drafts,
             heads=max(layer.attention.heads for layer in model.layers),
             v_dims={layer.attention.v_dim for layer in model.layers},
             device=pool.device,
@@ -110,7 +115,8 @@ class AttentionBackend:
     def plan(self, batch: VerifyBatch) -> VerifyPlan: ...
     def plan(self, batch: Batch) -> Plan:
         """Return the plan of a step; raise before any list is gathered where the batch cannot be served."""
-        return self.planner.build(batch, max_ranges=self.workspace.max_ranges)
+        queries = batch.drafts.bound_max if isinstance(batch, VerifyBatch) else 1
+        return self.planner.build(batch, max_ranges=self.workspace.ranges(queries=queries))
 
     @torch.no_grad()
     def decode(
@@ -176,6 +182,7 @@ class AttentionBackend:
         save: bool = True,
         out: Tensor | None = None,
         lse: Tensor | None = None,
+        parts: Parts = "all",
     ) -> Tensor:
         """Store the new tokens' K and V, then attend with each of them; return `[tokens, heads, v_dim]`.
 
@@ -183,32 +190,23 @@ class AttentionBackend:
         one dtype; under MLA `v` is None. With `k` and `v` both None what the pool holds for the new tokens is read
         back. With `save=False` nothing is stored, which a plan in one pass, that reads everything from the pool,
         refuses where `k` is given. `out` and `lse` (natural log, fp32 `[tokens, heads]`, the sink included) are filled
-        where given. Rows beyond the live tokens of a plan whose lengths only the device knows are left as they are.
-        Everything is checked first: on an error nothing was stored.
+        where given. `parts` attends to the "cached" or the "new" keys alone, to be merged by LSE elsewhere. Rows beyond
+        the live tokens of a plan whose lengths only the device knows are left as they are. A VerifyPlan is served too,
+        without splits. Everything is checked first: on an error nothing was stored.
         """
-        spec = self.model.layer(layer)
         several = isinstance(plan, ExtendPlan | VerifyPlan)
         require(several, f"plan: expected an ExtendPlan or VerifyPlan, got {type(plan).__name__}", TypeError)
         self._check_epoch(plan.epoch)
-        lane, view = plan.lane(layer), self.pool.view(spec.pool_layer)
+        spec, lane = self.model.layer(layer), plan.lane(layer)
+        view = self.pool.view(spec.pool_layer)
         one_pass = isinstance(plan, ExtendPlan) and plan.one_pass
-        q = _split_heads(q, spec)
-        if out is None:
-            out = q.new_zeros(q.shape[0], spec.attention.heads, spec.attention.v_dim)
-        given = k is not None
-        require(given or v is None, "k: expected keys beside the values, got None; pass both, or None for both")
         require(
-            save or not given or not one_pass,
+            save or k is None or not one_pass,
             "save: a plan in one pass reads the new tokens from the pool; pass save=True, or None for k and v",
         )
-        if k is None:
-            k, v = read_back(view, lane.write_slots, q.dtype)
-        elif view.v_in_k and v is not None:
-            same = isinstance(v, Tensor) and v.data_ptr() == k.data_ptr()
-            require(same, "v: under MLA the values are the first columns of k; pass None, or that view of k")
-        elif v is None:
-            require(view.v_in_k, "v: expected values beside the keys, got None; pass both, or None for both", TypeError)
-            v = k[..., : spec.attention.v_dim]
+        q = _split_heads(q, spec)
+        reads_new = not one_pass and parts != "cached"
+        keys, values = _new_tokens(view, lane, q, k, v, spec.attention, read=reads_new)
         call = ExtendCall(
             layer=layer,
             spec=spec.attention,
@@ -217,22 +215,85 @@ class AttentionBackend:
             queries=plan.queries,
             one_pass=one_pass,
             q=q,
-            k=k,
-            v=v,
-            out=out,
+            k=keys,
+            v=values,
+            out=_rows_for(q, spec.attention, plan) if out is None else out,
             lse=lse,
             sinks=sinks,
             aux=aux,
+            parts=parts,
         )
-        if save and given:
+        if save and k is not None:
             self.pool.store(spec.pool_layer, lane.write_slots, k, None if view.v_in_k else v)
         self.engine.extend(call)
-        return out
+        return call.out
 
-    def partials(self, layer: int, plan: DecodePlan) -> Partials:
-        """Return the scratch of this layer and plan: after its decode call, and until the next, every range's state."""
+    @torch.no_grad()
+    def verify(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        plan: VerifyPlan,
+        *,
+        sinks: Tensor | None = None,
+        aux: Tensor | None = None,
+        save: bool = True,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Store the drafts' K and V, then attend with each of them over splits; return `[tokens, heads, v_dim]`.
+
+        Arguments are those of `extend`, which gives the same result without splits. The cached keys are cut as the
+        policy says, and loaded once for all drafts of a request and all heads of a group.
+        """
+        require(isinstance(plan, VerifyPlan), f"plan: expected a VerifyPlan, got {type(plan).__name__}", TypeError)
+        self._check_epoch(plan.epoch)
+        spec, lane = self.model.layer(layer), plan.lane(layer)
+        view = self.pool.view(spec.pool_layer)
+        q = _split_heads(q, spec)
+        keys, values = _new_tokens(view, lane, q, k, v, spec.attention, read=True)
+        call = VerifyCall(
+            layer=layer,
+            spec=spec.attention,
+            view=view,
+            lane=lane,
+            queries=plan.queries,
+            partials=self.partials(layer, plan),
+            q=q,
+            k=keys,
+            v=values,
+            out=_rows_for(q, spec.attention, plan) if out is None else out,
+            lse=lse,
+            sinks=sinks,
+            aux=aux,
+            batch_invariant=self.deterministic,
+        )
+        if save and k is not None:
+            self.pool.store(spec.pool_layer, lane.write_slots, k, None if view.v_in_k else v)
+        self.engine.verify(call)
+        return call.out
+
+    def forward(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, plan: Plan, **options: Any) -> Tensor:
+        """Attend as the plan says: the one place where a path is chosen. `options` are those of the path's method."""
+        match plan:
+            case DecodePlan():  # one query a request: splits, then a merge
+                return self.decode(layer, q, k, v, plan, **options)
+            case VerifyPlan():  # few queries over long caches: splits, then a merge with the drafts
+                return self.verify(layer, q, k, v, plan, **options)
+            case ExtendPlan(one_pass=True):  # deterministic: cached and new keys in one list, out of the pool
+                return self.extend(layer, q, k, v, plan, **options)
+            case ExtendPlan():  # cached keys out of the pool, then the new ones as they came
+                return self.extend(layer, q, k, v, plan, **options)
+            case _:
+                raise TypeError(f"plan: expected a DecodePlan, ExtendPlan or VerifyPlan, got {describe(plan)}")
+
+    def partials(self, layer: int, plan: DecodePlan | VerifyPlan) -> Partials:
+        """Return the scratch of this layer and plan: after its call, and until the next, every range's state."""
         lane, spec = plan.lane(layer), self.model.layer(layer).attention
-        return self.workspace.partials(count=lane.schedule.partials, group=spec.group, v_dim=spec.v_dim)
+        rows = spec.group * (plan.queries.most if isinstance(plan, VerifyPlan) else 1)
+        return self.workspace.partials(count=lane.schedule.partials, group=rows, v_dim=spec.v_dim)
 
     def _lane(self, layer: int, plan: DecodePlan) -> Lane:
         require(isinstance(plan, DecodePlan), f"plan: expected a DecodePlan, got {type(plan).__name__}", TypeError)
@@ -272,6 +333,38 @@ def _check_parts(model: ModelSpec, pool: KVPool, table: RequestTable, max_reques
         max_requests <= table.max_requests,
         f"max_requests: expected at most the table's {table.max_requests} rows, got {max_requests}",
     )
+
+
+def _rows_for(q: Tensor, spec: AttentionSpec, plan: ExtendPlan | VerifyPlan) -> Tensor:
+    """Return memory for the output. Where only the device knows the lengths no query may come for the last rows."""
+    new = plan.batch.new if isinstance(plan, ExtendPlan) else plan.batch.drafts
+    make = q.new_empty if isinstance(new, HostLens) else q.new_zeros
+    return make(q.shape[0], spec.heads, spec.v_dim)
+
+
+def _new_tokens(
+    view: KVView,
+    lane: ExtendLane,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    spec: AttentionSpec,
+    *,
+    read: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the new tokens' K and V as a call reads them: those given, or what the pool holds; None unless `read`."""
+    together = "pass both, or None for both"
+    require(k is not None or v is None, f"k: expected keys beside the values, got None; {together}")
+    if view.v_in_k:
+        same = v is None or (isinstance(v, Tensor) and isinstance(k, Tensor) and v.data_ptr() == k.data_ptr())
+        require(same, "v: under MLA the values are the first columns of k; pass None, or that view of k")
+    else:
+        require(k is None or v is not None, f"v: expected values beside the keys, got None; {together}")
+    if not read:
+        return None, None
+    if k is None:
+        return read_back(view, lane.write_slots, compute_dtype(q.dtype, view.k.dtype))
+    return k, k[..., : spec.v_dim] if view.v_in_k and isinstance(k, Tensor) else v
 
 
 def _split_heads(q: Tensor, layer: LayerSpec) -> Tensor:

@@ -16,14 +16,16 @@ from attnlab.checks import one_of, placed, require
 from attnlab.eager import decode as eager_decode
 from attnlab.eager import extend as eager_extend
 from attnlab.eager import scores as eager_scores
+from attnlab.eager import verify as eager_verify
 from attnlab.eager.index import EagerPlanOps
 from attnlab.kernels import decode as triton_decode
 from attnlab.kernels import extend as triton_extend
 from attnlab.kernels import scores as triton_scores
+from attnlab.kernels import verify as triton_verify
 from attnlab.kernels.index import TritonPlanOps
 from attnlab.kernels.target import Target, launching_on
 from attnlab.plan.call import DecodeCall
-from attnlab.plan.extend_call import ExtendCall
+from attnlab.plan.extend_call import ExtendCall, VerifyCall
 from attnlab.plan.ops import PlanOps
 from attnlab.spec import AttentionSpec
 
@@ -45,6 +47,9 @@ class Engine(Protocol):
 
     def extend(self, call: ExtendCall) -> None:
         """Attend for every query token of an extend or verify step, into `call.out`."""
+
+    def verify(self, call: VerifyCall) -> None:
+        """Attend for every draft to every segment of the schedule, merge, and attend to the drafts, into `call.out`."""
 
     def scores(self, call: DecodeCall, spec: AttentionSpec, *, requests: Tensor, max_keys: int) -> Tensor:
         """Return what the score pipeline of `spec` makes of a call's keys, `[rows, heads, max_keys]` fp32.
@@ -79,6 +84,11 @@ class EagerEngine:
     def extend(self, call: ExtendCall) -> None:
         """Attend in torch."""
         eager_extend.extend(call)
+
+    def verify(self, call: VerifyCall) -> None:
+        """Attend and merge in torch."""
+        eager_verify.verify_split(call)
+        eager_verify.verify_merge(call)
 
     def scores(self, call: DecodeCall, spec: AttentionSpec, *, requests: Tensor, max_keys: int) -> Tensor:
         """Return scores in torch."""
@@ -132,6 +142,12 @@ class TritonEngine:
         """Launch the extend kernel."""
         with launching_on(self.device):
             triton_extend.extend(call, target=self.target)
+
+    def verify(self, call: VerifyCall) -> None:
+        """Launch the split kernel, then the merge kernel."""
+        with launching_on(self.device):
+            triton_verify.verify_split(call, target=self.target)
+            triton_verify.verify_merge(call, target=self.target)
 
     def scores(self, call: DecodeCall, spec: AttentionSpec, *, requests: Tensor, max_keys: int) -> Tensor:
         """Launch the score kernel."""

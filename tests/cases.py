@@ -388,7 +388,9 @@ def decode_one(
 ) -> tuple[Tensor, Tensor]:
     """Decode one request straight from a view; return q and the output."""
     lane, device = lane_of(slots, spec.kv_heads), slots.device
-    work = Workspace(max_ranges=lane.splits.capacity, heads=spec.heads, v_dims={spec.v_dim}, device=device)
+    work = Workspace(
+        max_ranges=lane.splits.capacity, max_drafts=1, heads=spec.heads, v_dims={spec.v_dim}, device=device
+    )
     partials = work.partials(count=lane.schedule.partials, group=spec.group, v_dim=spec.v_dim)
     q = torch.randn(1, spec.heads, spec.qk_dim, device=device).to(dtype)
     out = torch.full((1, spec.heads, spec.v_dim), float("nan"), dtype=dtype, device=device)

@@ -44,5 +44,5 @@ def test_scratch_that_does_not_fit_the_device_is_refused_before_it_is_allocated(
     """B43: the bytes needed are named, and what lowers them."""
     before = torch.cuda.memory_allocated()
     with pytest.raises(ValueError, match=r"scratch: 4,311,744,512,000 bytes .* lower max_requests"):
-        Workspace(max_ranges=512 * 512 * 1000, heads=8, v_dims={512}, device="cuda")
+        Workspace(max_ranges=512 * 512 * 1000, max_drafts=1, heads=8, v_dims={512}, device="cuda")
     assert torch.cuda.memory_allocated() == before

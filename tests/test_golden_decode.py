@@ -69,7 +69,11 @@ class Golden:
 
     def run(self, engine: str, device: str) -> tuple[Tensor, Partials]:
         work = Workspace(
-            max_ranges=self.lane.splits.capacity, heads=self.spec.heads, v_dims={self.spec.v_dim}, device=device
+            max_ranges=self.lane.splits.capacity,
+            max_drafts=1,
+            heads=self.spec.heads,
+            v_dims={self.spec.v_dim},
+            device=device,
         )
         work.fill(float("nan"))
         partials = work.partials(count=self.lane.schedule.partials, group=self.spec.group, v_dim=self.spec.v_dim)

@@ -19,7 +19,8 @@ class Partials:
     """What the programs of one call leave behind, fp32: unnormalised softmax states, one row per partial.
 
     `acc` is the sum of exp(score - max) * value, without the value scale; `max` and `sum` are the softmax state.
-    Rows that no program owns hold whatever was there.
+    `group` is the query heads of a KV head; where a request has several query tokens, their number times it. Rows
+    that no program owns hold whatever was there.
     """
 
     acc: Float[Tensor, "partials group v_dim"]
@@ -45,31 +46,40 @@ def scratch_bytes(*, partials: int, group: int, v_dim: int) -> int:
 class Workspace:
     """Partials for the largest plan, in flat buffers; one accumulator buffer per distinct value dimension.
 
+    It holds `max_ranges` ranges, of up to `max_drafts` query tokens each (a decode has one), of `heads` query heads.
     Raises ValueError, with the bytes needed, where a GPU has not that much memory free.
     """
 
-    def __init__(self, *, max_ranges: int, heads: int, v_dims: Collection[int], device: torch.device | str) -> None:
-        self.max_ranges, self.heads = max_ranges, heads
-        rows = max_ranges * heads
+    def __init__(
+        self, *, max_ranges: int, max_drafts: int, heads: int, v_dims: Collection[int], device: torch.device | str
+    ) -> None:
+        self.max_ranges, self.max_drafts, self.heads = max_ranges, max_drafts, heads
+        self.rows = rows = max_ranges * max_drafts * heads
         self.bytes = sum(scratch_bytes(partials=rows, group=1, v_dim=d) for d in sorted(set(v_dims)))
         device = torch.device(device)
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
             require(
                 self.bytes <= free,
-                f"scratch: {self.bytes:,} bytes for {max_ranges:,} ranges x {heads} heads do not fit the {free:,} free "
-                f"on {device}; lower max_requests, or the policy's ranges per request",
+                f"scratch: {self.bytes:,} bytes for {max_ranges:,} ranges x {max_drafts} query tokens x {heads} heads "
+                f"do not fit the {free:,} free on {device}; lower max_requests or max_drafts, or the policy's ranges "
+                "per request",
             )
         self._acc = {d: torch.empty(rows * d, dtype=torch.float32, device=device) for d in set(v_dims)}
         self._state = {d: torch.empty(2, rows, dtype=torch.float32, device=device) for d in set(v_dims)}
 
+    def ranges(self, *, queries: int) -> int:
+        """Return how many ranges fit where a request has up to so many query tokens."""
+        return self.rows // (self.heads * max(1, queries))
+
     def partials(self, *, count: int, group: int, v_dim: int) -> Partials:
         """Return views for so many partials. Raises ValueError where the plan needs more than was allocated."""
-        rows, have = count * group, self.max_ranges * self.heads
+        rows = count * group
         require(
-            rows <= have,
-            f"plan: needs scratch for {count:,} partials of {group} heads, the workspace holds {have:,} rows "
-            f"({self.max_ranges:,} ranges x {self.heads} heads); build the backend with a larger max_requests",
+            rows <= self.rows,
+            f"plan: needs scratch for {count:,} partials of {group} rows, the workspace holds {self.rows:,} rows "
+            f"({self.max_ranges:,} ranges x {self.max_drafts} query tokens x {self.heads} heads); build the backend "
+            "with a larger max_requests",
         )
         state = self._state[v_dim]
         return Partials(

@@ -1,0 +1,577 @@
+"""Split-KV verify: drafts attend to ranges of the cached keys, then the ranges are merged, with the drafts among them.
+
+Reference: verify_splitkv_fwd, which serves chains without masks, windows, sinks or caps only. Here it is decode's
+family: the same schedule and partials, with rows that are query tokens x heads of a group, so that all drafts of a
+request share every key that is loaded.
+Source of the method: Flash-Decoding (Dao et al., 2023), tree attention of SpecInfer (Miao et al., 2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnlab._triton import jit, release_dependents, tl, wait_for_earlier
+from attnlab.kernels.core import first_visible, join_sink, load_tile, merge_states, write_rows
+from attnlab.kernels.launch import lifted, merge_options, padded, slot_stride, tile_constants, written
+from attnlab.kernels.sweep import attend_list, attend_new
+from attnlab.kernels.target import Target
+from attnlab.mask import CustomMask
+from attnlab.memory.pool import KVView, compute_dtype
+from attnlab.plan.extend_call import VerifyCall
+from attnlab.spec import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyConfig:
+    """Tile sizes and launch options of the verify kernels for one shape on one target."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def choose(cls, spec: AttentionSpec, target: Target, *, fp32: bool, masked: bool, rows: int | None) -> VerifyConfig:
+        """Return the choice for so many rows (drafts x group) a request; None: one that holds for any number."""
+        widest = max(spec.qk_dim, spec.v_dim)
+        if target.kind == "interpreter":
+            return cls(block_m=_tile(rows, 64), block_n=256, num_warps=4, num_stages=1)
+        if widest > 256 or fp32:
+            return cls(block_m=16, block_n=32, num_warps=8, num_stages=1)
+        if widest > 128:
+            return cls(block_m=_tile(rows, 32), block_n=32, num_warps=8, num_stages=1)
+        if masked or spec.mod is not None:
+            return cls(block_m=_tile(rows, 64), block_n=32, num_warps=8, num_stages=1)
+        return cls(block_m=_tile(rows, 64), block_n=64, num_warps=4, num_stages=2)
+
+
+def _tile(rows: int | None, most: int) -> int:
+    """Return a tile for so many rows, or the largest where any number may come."""
+    return most if rows is None else min(most, padded(rows))
+
+
+MERGE_BLOCK_M = 16
+"""Rows whose partials a program merges: accumulators of 512 columns need the registers."""
+
+
+def verify_split(call: VerifyCall, *, target: Target) -> None:
+    """Leave the softmax state of every draft over every segment of the schedule in `call.partials`.
+
+    Computes: over the keys n of a segment that the draft sees, max = max s[n], sum = sum exp(s[n] - max), acc = sum
+    exp(s[n] - max) v[n]. Nothing seen: -inf, 0, 0.
+    Shapes: as `VerifyCall` has them; partials `[partials, drafts x group, ...]` fp32, drafts being the most of a
+    request.
+    Grid: (segments, tiles of rows): a program owns a range of keys of one KV head, and a tile of (draft, head) pairs.
+    Reads/writes: the keys and values of the segment's slots; of the partials, the segment's own rows.
+    """
+    spec, view, lane, queries = call.spec, call.view, call.lane, call.queries
+    segments = lane.schedule.segments.shape[0]
+    if segments == 0 or queries.most == 0:
+        return
+    rows = queries.most * spec.group
+    constants, options = verify_constants(
+        spec=spec,
+        view=view,
+        target=target,
+        q_dtype=call.q.dtype,
+        rows=None if call.batch_invariant else rows,
+        masked=isinstance(queries.mask, CustomMask),
+    )
+    q = lifted(call.q, target)
+    bias = q if call.aux is None else call.aux  # any tensor will do where no modifier reads it
+    bits = queries.mask.bits if isinstance(queries.mask, CustomMask) else lane.layout.start
+    _verify_split_kernel[(segments, -(-rows // constants["BLOCK_M"]))](
+        q,
+        view.k,
+        view.v,
+        lane.layout.index.slots,
+        lane.layout.index.indptr,
+        lane.layout.start,
+        lane.schedule.segments,
+        queries.indptr,
+        queries.positions,
+        bits,
+        queries.mask_indptr,
+        call.partials.acc,
+        call.partials.max,
+        call.partials.sum,
+        bias,
+        spec.scale * view.k_scale,
+        1.0 if spec.softcap is None else spec.softcap,
+        rows,
+        bits.shape[0],
+        lane.layout.sight.window or 0,
+        lane.layout.sight.chunk or 0,
+        q.stride(0),
+        q.stride(1),
+        view.k.stride(0),
+        slot_stride(view, view.k),
+        view.k.stride(-2),
+        view.v.stride(0),
+        slot_stride(view, view.v),
+        view.v.stride(-2),
+        bias.stride(0),
+        bias.stride(1),
+        bias.shape[2],
+        **constants,
+        **options,
+    )
+
+
+def verify_merge(call: VerifyCall, *, target: Target) -> None:
+    """Merge every draft's partials, let it attend to the drafts that it sees, and write `call.out` and `call.lse`.
+
+    Computes: the state over a draft's partials, values times v_scale; then, over the drafts of its request that it
+    sees, unscaled, as `extend` does; the sink joins last. Nothing seen: out 0, lse -inf (the sink, if any).
+    Shapes: as `VerifyCall` has them.
+    Grid: (requests x KV heads, tiles of rows): a program owns a tile of (draft, head) pairs.
+    Reads/writes: partials that segments own, through `merge_indptr`; the request's drafts; its own output rows.
+    """
+    spec, view, lane, queries = call.spec, call.view, call.lane, call.queries
+    reqs = lane.layout.index.reqs
+    if reqs == 0 or queries.most == 0:
+        return
+    constants, options = verify_merge_constants(
+        spec=spec,
+        view=view,
+        target=target,
+        q_dtype=call.q.dtype,
+        ordered=queries.ordered,
+        masked=isinstance(queries.mask, CustomMask),
+        read_new=call.k is not None,
+        has_lse=call.lse is not None,
+    )
+    q = lifted(call.q, target)
+    # Where an option is off, any tensor will do.
+    k, v = (q if x is None else lifted(x, target) for x in (call.k, call.v))
+    rows = written(call.out, target)
+    lse, sinks, bias = (q if x is None else x for x in (call.lse, call.sinks, call.aux))
+    bits = queries.mask.bits if isinstance(queries.mask, CustomMask) else lane.layout.start
+    _verify_merge_kernel[(reqs * spec.kv_heads, -(-queries.most * spec.group // MERGE_BLOCK_M))](
+        q,
+        k,
+        v,
+        rows,
+        lse,
+        sinks,
+        bias,
+        bits,
+        lane.layout.index.indptr,
+        lane.layout.start,
+        lane.schedule.merge_indptr,
+        queries.indptr,
+        queries.positions,
+        queries.mask_indptr,
+        call.partials.acc,
+        call.partials.max,
+        call.partials.sum,
+        spec.scale,
+        view.v_scale,
+        1.0 if spec.softcap is None else spec.softcap,
+        queries.most * spec.group,
+        bits.shape[0],
+        lane.layout.sight.window or 0,
+        lane.layout.sight.chunk or 0,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        rows.stride(0),
+        rows.stride(1),
+        lse.stride(0),
+        lse.stride(1),
+        bias.stride(0),
+        bias.stride(1),
+        bias.shape[2],
+        **constants,
+        **options,
+    )
+    if rows is not call.out:
+        call.out.copy_(rows)
+
+
+def verify_constants(
+    *,
+    spec: AttentionSpec,
+    view: KVView,
+    target: Target,
+    q_dtype: torch.dtype,
+    rows: int | None,
+    masked: bool,
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the split kernel's compile-time arguments and launch options."""
+    compute = compute_dtype(q_dtype, view.k.dtype)
+    config = VerifyConfig.choose(spec, target, fp32=compute == torch.float32, masked=masked, rows=rows)
+    constants: dict[str, Any] = {
+        "GROUP": spec.group,
+        "BLOCK_M": config.block_m,
+        **tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n),
+        "HAS_MASK": masked,
+        "HAS_WINDOW": spec.sight.window is not None,
+        "HAS_CHUNK": spec.sight.chunk is not None,
+        "PDL": target.has_pdl,
+    }
+    return constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def verify_merge_constants(
+    *,
+    spec: AttentionSpec,
+    view: KVView,
+    target: Target,
+    q_dtype: torch.dtype,
+    ordered: bool,
+    masked: bool,
+    read_new: bool,
+    has_lse: bool,
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the merge kernel's compile-time arguments and launch options."""
+    compute = compute_dtype(q_dtype, view.k.dtype)
+    constants = tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=32)
+    del constants["PAGE_SIZE"]  # what it reads of the cache lies in the partials
+    return {
+        "KV_HEADS": spec.kv_heads,
+        "GROUP": spec.group,
+        "BLOCK_M": MERGE_BLOCK_M,
+        **constants,
+        "READ_NEW": read_new,
+        "ORDERED": ordered,
+        "CAUSAL": spec.sight.causal,
+        "HAS_MASK": masked,
+        "HAS_WINDOW": spec.sight.window is not None,
+        "HAS_CHUNK": spec.sight.chunk is not None,
+        "HAS_SINKS": spec.has_sinks,
+        "HAS_LSE": has_lse,
+        "PDL": target.has_pdl,
+    }, merge_options(target, num_warps=8 if max(spec.qk_dim, spec.v_dim) > 256 else 4)
+
+
+@jit(do_not_specialize=("rows", "num_bits", "window", "chunk"))
+def _verify_split_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    slots_ptr,
+    indptr_ptr,
+    start_ptr,
+    segments_ptr,
+    q_indptr_ptr,
+    positions_ptr,
+    bits_ptr,
+    mask_indptr_ptr,
+    acc_ptr,
+    max_ptr,
+    sum_ptr,
+    aux_ptr,
+    scale,
+    softcap,
+    rows,
+    num_bits,
+    window,
+    chunk,
+    q_stride_token,
+    q_stride_head,
+    k_stride_page,
+    k_stride_slot,
+    k_stride_head,
+    v_stride_page,
+    v_stride_slot,
+    v_stride_head,
+    aux_stride_token,
+    aux_stride_head,
+    aux_width,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    QK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    V_IS_K_TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TEMPERATURE_LEN: tl.constexpr,
+    MOD: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # 1. What is mine: a range of one request's cached keys, for one KV head, and a tile of (draft, head) pairs.
+    segment = segments_ptr + tl.program_id(0) * 5
+    req = tl.load(segment).to(tl.int64)
+    kv_head = tl.load(segment + 1).to(tl.int64)
+    first = tl.load(segment + 2)
+    last = tl.load(segment + 3)
+    partial = tl.load(segment + 4).to(tl.int64)
+    first_token = tl.load(q_indptr_ptr + req).to(tl.int64)
+    drafts = (tl.load(q_indptr_ptr + req + 1) - first_token).to(tl.int32)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if (first >= last) | (tl.program_id(1) * BLOCK_M >= drafts * GROUP):
+        return
+    q_number = row // GROUP
+    mask_m = q_number < drafts
+    head = kv_head * GROUP + row % GROUP
+    token = first_token + q_number
+    q_pos = tl.load(positions_ptr + token, mask=mask_m, other=0)
+    q_rows = q_ptr + token * q_stride_token + head * q_stride_head
+    q = load_tile(q_rows, mask_m, 0, BLOCK_D, QK_DIM, COMPUTE)
+    if BLOCK_R > 0:
+        q_rest = load_tile(q_rows, mask_m, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE)
+    else:
+        q_rest = q
+
+    # 2. My keys, a tile at a time. All are behind every draft: window, chunk and mask alone can hide them.
+    list_start = tl.load(indptr_ptr + req)
+    start = tl.load(start_ptr + req)
+    cached = start + tl.load(indptr_ptr + req + 1) - list_start
+    bits_row = q_number.to(tl.int64) * (cached + drafts)
+    if HAS_MASK:
+        bits_row += tl.load(mask_indptr_ptr + req)
+    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    running_max, running_sum, acc = attend_list(
+        running_max,
+        running_sum,
+        acc,
+        q,
+        q_rest,
+        q_pos,
+        q_number,
+        token,
+        head[:, None],
+        mask_m,
+        first,
+        last,
+        slots_ptr + list_start,
+        start,
+        start,
+        cached,
+        k_ptr + kv_head * k_stride_head,
+        k_stride_page,
+        k_stride_slot,
+        v_ptr + kv_head * v_stride_head,
+        v_stride_page,
+        v_stride_slot,
+        bits_ptr,
+        bits_row,
+        num_bits,
+        window,
+        chunk,
+        scale,
+        softcap,
+        aux_ptr,
+        aux_stride_token,
+        aux_stride_head,
+        aux_width,
+        QK_DIM,
+        V_DIM,
+        BLOCK_N,
+        BLOCK_D,
+        BLOCK_R,
+        BLOCK_V,
+        PAGE_SIZE,
+        V_IS_K_TILE,
+        HAS_SOFTCAP,
+        TEMPERATURE_LEN,
+        MOD,
+        COMPUTE,
+        True,
+        HAS_MASK,
+        HAS_WINDOW,
+        HAS_CHUNK,
+    )
+
+    # 3. Leave the states, unnormalised.
+    state = partial * rows + row
+    offs_v = tl.arange(0, BLOCK_V)
+    tl.store(max_ptr + state, running_max, mask=mask_m)
+    tl.store(sum_ptr + state, running_sum, mask=mask_m)
+    cells = acc_ptr + state[:, None] * V_DIM + offs_v[None, :]
+    tl.store(cells, acc, mask=mask_m[:, None] & (offs_v < V_DIM)[None, :])
+    if PDL:
+        release_dependents()
+
+
+@jit(do_not_specialize=("rows", "num_bits", "window", "chunk"))
+def _verify_merge_kernel(
+    q_ptr,
+    k_new_ptr,
+    v_new_ptr,
+    out_ptr,
+    lse_ptr,
+    sinks_ptr,
+    aux_ptr,
+    bits_ptr,
+    indptr_ptr,
+    start_ptr,
+    merge_indptr_ptr,
+    q_indptr_ptr,
+    positions_ptr,
+    mask_indptr_ptr,
+    acc_ptr,
+    max_ptr,
+    sum_ptr,
+    scale,
+    v_scale,
+    softcap,
+    rows,
+    num_bits,
+    window,
+    chunk,
+    q_stride_token,
+    q_stride_head,
+    k_new_stride_token,
+    k_new_stride_head,
+    v_new_stride_token,
+    v_new_stride_head,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_token,
+    lse_stride_head,
+    aux_stride_token,
+    aux_stride_head,
+    aux_width,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    QK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    V_IS_K_TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TEMPERATURE_LEN: tl.constexpr,
+    MOD: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    READ_NEW: tl.constexpr,
+    ORDERED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        wait_for_earlier()
+    # 1. What is mine: a tile of (draft, head) pairs of one request and KV head, and where their partials lie.
+    owner = tl.program_id(0)
+    req = (owner // KV_HEADS).to(tl.int64)
+    kv_head = (owner % KV_HEADS).to(tl.int64)
+    first_token = tl.load(q_indptr_ptr + req).to(tl.int64)
+    drafts = (tl.load(q_indptr_ptr + req + 1) - first_token).to(tl.int32)
+    if tl.program_id(1) * BLOCK_M >= drafts * GROUP:
+        return
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_number = row // GROUP
+    mask_m = q_number < drafts
+    head = kv_head * GROUP + row % GROUP
+    token = first_token + q_number
+    first_partial = tl.load(merge_indptr_ptr + owner)
+    last_partial = tl.load(merge_indptr_ptr + owner + 1)
+
+    # 2. Merge them in key order. A draft that saw none of a range's keys left -inf there, which weighs nothing.
+    offs_v = tl.arange(0, BLOCK_V)
+    mask_v = mask_m[:, None] & (offs_v < V_DIM)[None, :]
+    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    stride = rows.to(tl.int64)
+    for partial in range(first_partial, last_partial):
+        state = partial * stride + row
+        maxima = tl.load(max_ptr + state, mask=mask_m, other=float("-inf"))
+        sums = tl.load(sum_ptr + state, mask=mask_m, other=0.0)
+        accs = tl.load(acc_ptr + state[:, None] * V_DIM + offs_v[None, :], mask=mask_v, other=0.0)
+        running_max, running_sum, acc = merge_states(running_max, running_sum, acc, maxima, sums, accs)
+    acc = acc * v_scale
+
+    # 3. The drafts among themselves, straight from the call: they are not scaled.
+    if READ_NEW:
+        q_pos = tl.load(positions_ptr + token, mask=mask_m, other=0)
+        q_rows = q_ptr + token * q_stride_token + head * q_stride_head
+        q = load_tile(q_rows, mask_m, 0, BLOCK_D, QK_DIM, COMPUTE)
+        if BLOCK_R > 0:
+            q_rest = load_tile(q_rows, mask_m, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE)
+        else:
+            q_rest = q
+        list_start = tl.load(indptr_ptr + req)
+        cached = tl.load(start_ptr + req) + tl.load(indptr_ptr + req + 1) - list_start
+        bits_row = q_number.to(tl.int64) * (cached + drafts)
+        if HAS_MASK:
+            bits_row += tl.load(mask_indptr_ptr + req)
+        first_new = 0
+        if ORDERED:
+            first = first_visible(q_pos, mask_m, window, chunk, HAS_WINDOW, HAS_CHUNK)
+            first_new = tl.maximum(first - cached, 0) // BLOCK_N * BLOCK_N
+        last_new = drafts
+        if CAUSAL and not HAS_MASK:
+            last_new = tl.minimum(drafts, ((tl.program_id(1) + 1) * BLOCK_M - 1) // GROUP + 1)
+        running_max, running_sum, acc = attend_new(
+            running_max,
+            running_sum,
+            acc,
+            q,
+            q_rest,
+            q_pos,
+            q_number,
+            token,
+            head[:, None],
+            mask_m,
+            first_new,
+            last_new,
+            first_token,
+            positions_ptr,
+            cached,
+            k_new_ptr + kv_head * k_new_stride_head,
+            k_new_stride_token,
+            v_new_ptr + kv_head * v_new_stride_head,
+            v_new_stride_token,
+            bits_ptr,
+            bits_row,
+            num_bits,
+            window,
+            chunk,
+            scale,
+            softcap,
+            aux_ptr,
+            aux_stride_token,
+            aux_stride_head,
+            aux_width,
+            QK_DIM,
+            V_DIM,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_R,
+            BLOCK_V,
+            V_IS_K_TILE,
+            HAS_SOFTCAP,
+            TEMPERATURE_LEN,
+            MOD,
+            COMPUTE,
+            ORDERED,
+            CAUSAL,
+            HAS_MASK,
+            HAS_WINDOW,
+            HAS_CHUNK,
+        )
+
+    # 4. The sink joins the denominator once, whatever the number of splits; then normalise.
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head, mask=mask_m, other=0.0).to(tl.float32)
+        running_max, running_sum, fade = join_sink(running_max, running_sum, sink)
+        acc = acc * fade[:, None]
+    out_rows = out_ptr + token * out_stride_token + head * out_stride_head
+    lse_rows = lse_ptr + token * lse_stride_token + head * lse_stride_head
+    write_rows(running_max, running_sum, acc, out_rows, lse_rows, mask_m, V_DIM, BLOCK_V, HAS_LSE)
