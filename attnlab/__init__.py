@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attnlab.backend import AttentionBackend as AttentionBackend
     from attnlab.batch import DecodeBatch as DecodeBatch
     from attnlab.batch import DeviceLens as DeviceLens
+    from attnlab.batch import Encoder as Encoder
     from attnlab.batch import ExtendBatch as ExtendBatch
     from attnlab.batch import HostLens as HostLens
     from attnlab.batch import VerifyBatch as VerifyBatch
@@ -68,6 +69,7 @@ _HOME = {
     "DecodeBatch": "batch",
     "ExtendBatch": "batch",
     "VerifyBatch": "batch",
+    "Encoder": "batch",
     "CustomMask": "mask",
     "SlotAllocator": "memory.slots",
     "RequestTable": "memory.requests",

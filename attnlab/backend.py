@@ -6,6 +6,7 @@ engine, policy, scratch, and a tracer while somebody records. The plan is an arg
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from attnlab.batch import Batch, DecodeBatch, ExtendBatch, HostLens, VerifyBatch
 from attnlab.checks import describe, positive, require, same_device, tensor
 from attnlab.engines import Engine, engine_for
+from attnlab.mask import CAUSAL
 from attnlab.memory.pool import KVPool, KVView, compute_dtype
 from attnlab.memory.requests import RequestTable
 from attnlab.memory.rows import read_back
@@ -21,7 +23,7 @@ from attnlab.plan import policies  # noqa: F401  (registers the policies)
 from attnlab.plan.build import Planner
 from attnlab.plan.call import FLOATS, DecodeCall
 from attnlab.plan.extend_call import ExtendCall, Parts, VerifyCall
-from attnlab.plan.plans import DecodePlan, ExtendLane, ExtendPlan, Lane, Plan, VerifyPlan
+from attnlab.plan.plans import DecodePlan, ExtendLane, ExtendPlan, Lane, Plan, Queries, VerifyPlan
 from attnlab.plan.policy import HostPolicy, SplitPolicy, resolve_policy
 from attnlab.plan.workspace import Partials, Workspace
 from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec
@@ -136,9 +138,9 @@ class AttentionBackend:
         """Store the new token's K and V, then attend to all keys of the plan; return `[reqs, heads, v_dim]`.
 
         `q` is `[reqs, heads, qk_dim]` (or 2-D, heads and dim in one), `k` and `v` `[reqs, kv_heads, dim]`, in fp32,
-        fp16 or bf16; under MLA `v` is None. With `save=False` the cache is read as it is, and `k` and `v` are None.
-        `out` and `lse` (natural log, fp32 `[reqs, heads]`, the sink included) are filled where given. Everything is
-        checked first: on an error nothing was stored.
+        fp16 or bf16; under MLA `v` is None. With `save=False` the cache is read as it is, and `k` and `v` are None, as
+        they are in layers that read an encoder's keys. `out` and `lse` (natural log, fp32 `[reqs, heads]`, the sink
+        included) are filled where given. Everything is checked first: on an error nothing was stored.
         """
         spec = self.model.layer(layer)
         lane = self._lane(layer, plan)
@@ -158,7 +160,9 @@ class AttentionBackend:
             aux=aux,
             times=None if self.tracer is None else self.tracer.times_for(layer, lane),
         )
-        if save:
+        if spec.attention.cross:
+            _check_stored(layer, k, v)
+        elif save:
             keys = tensor("k", k, shape=("reqs", "kv_heads", "qk_dim"), dtype=FLOATS, hint="or pass save=False")
             self.pool.store(spec.pool_layer, lane.write_slots, keys, v)
         else:
@@ -188,31 +192,34 @@ class AttentionBackend:
 
         `q` is `[tokens, heads, qk_dim]` (or 2-D, heads and dim in one), `k` and `v` `[tokens, kv_heads, dim]`, all of
         one dtype; under MLA `v` is None. With `k` and `v` both None what the pool holds for the new tokens is read
-        back. With `save=False` nothing is stored, which a plan in one pass, that reads everything from the pool,
-        refuses where `k` is given. `out` and `lse` (natural log, fp32 `[tokens, heads]`, the sink included) are filled
-        where given. `parts` attends to the "cached" or the "new" keys alone, to be merged by LSE elsewhere. Rows beyond
-        the live tokens of a plan whose lengths only the device knows are left as they are. A VerifyPlan is served too,
-        without splits. Everything is checked first: on an error nothing was stored.
+        back; layers that read an encoder's keys take none, and the plan's mask does not speak of these. With
+        `save=False` nothing is stored, which a plan in one pass, that reads everything from the pool, refuses where `k`
+        is given. `out` and `lse` (natural log, fp32 `[tokens, heads]`, the sink included) are filled where given.
+        `parts` attends to the "cached" or the "new" keys alone, to be merged by LSE elsewhere. Rows beyond the live
+        tokens of a plan whose lengths only the device knows are left as they are. A VerifyPlan is served too, without
+        splits. Everything is checked first: on an error nothing was stored.
         """
         several = isinstance(plan, ExtendPlan | VerifyPlan)
         require(several, f"plan: expected an ExtendPlan or VerifyPlan, got {type(plan).__name__}", TypeError)
         self._check_epoch(plan.epoch)
         spec, lane = self.model.layer(layer), plan.lane(layer)
-        view = self.pool.view(spec.pool_layer)
-        one_pass = isinstance(plan, ExtendPlan) and plan.one_pass
+        view, cross = self.pool.view(spec.pool_layer), spec.attention.cross
+        one_pass = isinstance(plan, ExtendPlan) and plan.one_pass and not cross
+        if cross:
+            require(parts != "new", f"parts: layer {layer} reads an encoder's keys alone, there are no new ones")
+            parts = "cached"
         require(
             save or k is None or not one_pass,
             "save: a plan in one pass reads the new tokens from the pool; pass save=True, or None for k and v",
         )
         q = _split_heads(q, spec)
-        reads_new = not one_pass and parts != "cached"
-        keys, values = _new_tokens(view, lane, q, k, v, spec.attention, read=reads_new)
+        keys, values = _new_tokens(view, lane, q, k, v, spec, read=not one_pass and parts != "cached")
         call = ExtendCall(
             layer=layer,
             spec=spec.attention,
             view=view,
             lane=lane,
-            queries=plan.queries,
+            queries=_asked(plan, spec),
             one_pass=one_pass,
             q=q,
             k=keys,
@@ -253,13 +260,13 @@ class AttentionBackend:
         spec, lane = self.model.layer(layer), plan.lane(layer)
         view = self.pool.view(spec.pool_layer)
         q = _split_heads(q, spec)
-        keys, values = _new_tokens(view, lane, q, k, v, spec.attention, read=True)
+        keys, values = _new_tokens(view, lane, q, k, v, spec, read=True)
         call = VerifyCall(
             layer=layer,
             spec=spec.attention,
             view=view,
             lane=lane,
-            queries=plan.queries,
+            queries=_asked(plan, spec),
             partials=self.partials(layer, plan),
             q=q,
             k=keys,
@@ -309,10 +316,10 @@ class AttentionBackend:
 
     def _max_ranges(self, max_requests: int, max_tokens: int) -> int:
         """Return the most ranges that a batch of so many requests and tokens can be cut into, in any lane."""
-        context = min(self.model.context_len, self.table.max_context)
         most = 1
         for kind, layers in self.planner.kinds.items():
-            bound = min(context, kind.sight.span or context)
+            longest = self.planner.longest(kind.sight)
+            bound = min(longest, kind.sight.span or longest)
             bounds = self.policy.bounds(bound_max=bound, ctx=self.planner.context(layers))
             most = max(most, bounds.capacity(reqs=max_requests, total=min(max_requests * bound, max_tokens)))
         return most
@@ -342,17 +349,25 @@ def _rows_for(q: Tensor, spec: AttentionSpec, plan: ExtendPlan | VerifyPlan) -> 
     return make(q.shape[0], spec.heads, spec.v_dim)
 
 
+def _asked(plan: ExtendPlan | VerifyPlan, layer: LayerSpec) -> Queries:
+    """Return a layer's queries: a mask speaks of the request's own keys, not of an encoder's."""
+    return replace(plan.queries, mask=CAUSAL) if layer.attention.cross else plan.queries
+
+
 def _new_tokens(
     view: KVView,
     lane: ExtendLane,
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
-    spec: AttentionSpec,
+    layer: LayerSpec,
     *,
     read: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the new tokens' K and V as a call reads them: those given, or what the pool holds; None unless `read`."""
+    if layer.attention.cross:
+        _check_stored(layer.index, k, v)
+        return None, None
     together = "pass both, or None for both"
     require(k is not None or v is None, f"k: expected keys beside the values, got None; {together}")
     if view.v_in_k:
@@ -364,7 +379,15 @@ def _new_tokens(
         return None, None
     if k is None:
         return read_back(view, lane.write_slots, compute_dtype(q.dtype, view.k.dtype))
-    return k, k[..., : spec.v_dim] if view.v_in_k and isinstance(k, Tensor) else v
+    return k, k[..., : layer.attention.v_dim] if view.v_in_k and isinstance(k, Tensor) else v
+
+
+def _check_stored(layer: int, k: Tensor | None, v: Tensor | None) -> None:
+    """Raise ValueError where a layer that reads an encoder's keys is given some."""
+    require(
+        k is None and v is None,
+        f"k, v: layer {layer} reads an encoder's keys, which were stored when the encoder ran; pass None for both",
+    )
 
 
 def _split_heads(q: Tensor, layer: LayerSpec) -> Tensor:

@@ -163,24 +163,58 @@ class DeviceLens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Encoder:
+    """What the layers of a step that attend to an encoder read: all keys in these rows, one row for each request.
+
+    `rows` are of the request table, where an encoder's tokens have a row of their own; several requests may read one.
+    The keys were written when the encoder ran (`pool.write`). Length 0 is a request without an encoder: out is 0 there.
+
+    >>> encoder = Encoder.of(rows=[2, 2, 3], lens=[1500, 1500, 0], device="cpu")
+    >>> encoder.lens.count, encoder.lens.bound_max
+    (3, 1500)
+    """
+
+    rows: Int[Tensor, " reqs"]
+    lens: Lens
+
+    @classmethod
+    def of(cls, *, rows: Sequence[int], lens: Sequence[int], device: torch.device | str) -> Encoder:
+        """Return rows and lengths that the host knows; `device` is the pool's."""
+        return cls(rows=_host_rows(rows), lens=HostLens.of(lens, device=device))
+
+    def __post_init__(self) -> None:
+        _check_rows(self.rows, "encoder.lens", self.lens, rows_name="encoder.rows")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecodeBatch:
     """One query token per request. `seq` counts the tokens to read, the one being decoded included.
 
     `rows` are the requests' rows in the request table, on the host (then they are checked against the table) or on
     the device (then they are not read, and one that the table does not have is padding). A length of 0 is a padded
-    row: it reads nothing and writes to the sink. No rows at all is an idle step, and works.
+    row: it reads nothing and writes to the sink. No rows at all is an idle step, and works. `encoder` is there exactly
+    where the model has layers that read one.
     """
 
     rows: Int[Tensor, " reqs"]
     seq: Lens
+    encoder: Encoder | None = None
 
     @classmethod
-    def of(cls, *, rows: Sequence[int], lens: Sequence[int], device: torch.device | str) -> DecodeBatch:
+    def of(
+        cls,
+        *,
+        rows: Sequence[int],
+        lens: Sequence[int],
+        device: torch.device | str,
+        encoder: Encoder | None = None,
+    ) -> DecodeBatch:
         """Return a batch whose rows and lengths the host knows; `device` is the pool's."""
-        return cls(rows=_host_rows(rows), seq=HostLens.of(lens, device=device))
+        return cls(rows=_host_rows(rows), seq=HostLens.of(lens, device=device), encoder=encoder)
 
     def __post_init__(self) -> None:
         _check_rows(self.rows, "seq", self.seq)
+        _check_encoder(self.encoder, self.seq)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -188,7 +222,8 @@ class ExtendBatch:
     """Several query tokens per request: prefill, a chunk of one, drafts that extend, or a mix with decodes.
 
     Of each request `prefix` tokens are cached and `new` ones come with the call; the request table has slots for both.
-    A row without new tokens is padding. `mask` says which keys a new token sees.
+    A row without new tokens is padding. `mask` says which keys a new token sees, of its request's own; `encoder` is
+    there exactly where the model has layers that read one.
 
     >>> batch = ExtendBatch.of(rows=[0, 1], prefix=[0, 512], new=[300, 1], device="cpu")
     >>> batch.new.bound_total, batch.new.bound_max
@@ -199,6 +234,7 @@ class ExtendBatch:
     prefix: Lens
     new: Lens
     mask: Mask = CAUSAL
+    encoder: Encoder | None = None
 
     @classmethod
     def of(
@@ -209,23 +245,26 @@ class ExtendBatch:
         new: Sequence[int],
         device: torch.device | str,
         mask: Mask = CAUSAL,
+        encoder: Encoder | None = None,
     ) -> ExtendBatch:
         """Return a batch whose rows and lengths the host knows; `device` is the pool's."""
         lens = [HostLens.of(n, device=device) for n in (prefix, new)]
-        return cls(rows=_host_rows(rows), prefix=lens[0], new=lens[1], mask=mask)
+        return cls(rows=_host_rows(rows), prefix=lens[0], new=lens[1], mask=mask, encoder=encoder)
 
     def __post_init__(self) -> None:
         _check_rows(self.rows, "prefix", self.prefix)
         _check_rows(self.rows, "new", self.new)
         _check_together(self.prefix, self.new, "new")
         _check_mask(self.mask, self.prefix, self.new)
+        _check_encoder(self.encoder, self.prefix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VerifyBatch:
     """Draft tokens whose fate the target model decides: `drafts` per request, after `prefix` cached tokens.
 
-    `depth` is int32 `[tokens]`: a draft stands at position `prefix + depth`; in a tree, siblings share one.
+    `depth` is int32 `[tokens]`: a draft stands at position `prefix + depth`; in a tree, siblings share one. `encoder`
+    is there exactly where the model has layers that read one.
     """
 
     rows: Int[Tensor, " reqs"]
@@ -233,6 +272,7 @@ class VerifyBatch:
     drafts: Lens
     depth: Int[Tensor, " tokens"]
     mask: Mask
+    encoder: Encoder | None = None
 
     @classmethod
     def chain(
@@ -242,6 +282,7 @@ class VerifyBatch:
         prefix: Sequence[int],
         drafts: int | Sequence[int],
         device: torch.device | str,
+        encoder: Encoder | None = None,
     ) -> VerifyBatch:
         """Return a batch of chains: each draft follows the one before. `drafts` may be one number for all.
 
@@ -256,6 +297,7 @@ class VerifyBatch:
             drafts=new,
             depth=_flat([range(n) for n in new.values], device),
             mask=CAUSAL,
+            encoder=encoder,
         )
 
     @classmethod
@@ -266,6 +308,7 @@ class VerifyBatch:
         prefix: Sequence[int],
         parents: Sequence[Sequence[int]],
         device: torch.device | str,
+        encoder: Encoder | None = None,
     ) -> VerifyBatch:
         """Return a batch of draft trees. `parents[r][i]` is draft i's parent; the root comes first and has -1.
 
@@ -285,6 +328,7 @@ class VerifyBatch:
             drafts=drafts,
             depth=_flat([depths(tree) for tree in parents], device),
             mask=CustomMask.of_trees(parents, cached=cached.values, device=device),
+            encoder=encoder,
         )
 
     def __post_init__(self) -> None:
@@ -295,6 +339,7 @@ class VerifyBatch:
         hint = "one for every draft"
         tensor("depth", self.depth, shape=[tokens], dtype=torch.int32, device=self.drafts.device.device, hint=hint)
         _check_mask(self.mask, self.prefix, self.drafts)
+        _check_encoder(self.encoder, self.prefix)
 
 
 Batch = DecodeBatch | ExtendBatch | VerifyBatch
@@ -317,32 +362,53 @@ def _check_together(prefix: Lens, new: Lens, name: str) -> None:
     require(total <= MAX_LEN, f"prefix, {name}: expected at most {MAX_LEN:,} tokens in all, got {total:,}")
 
 
-def _check_rows(rows: Tensor, name: str, lens: Lens) -> None:
-    tensor("rows", rows, shape=["reqs"], dtype=(torch.int32, torch.int64))
+def _check_rows(rows: Tensor, name: str, lens: Lens, *, rows_name: str = "rows") -> None:
+    tensor(rows_name, rows, shape=["reqs"], dtype=(torch.int32, torch.int64))
     given = isinstance(lens, HostLens | DeviceLens)
     require(given, f"{name}: expected HostLens or DeviceLens, got {describe(lens)}", TypeError)
     require(
         rows.shape[0] == lens.count,
-        f"rows: expected one per request of {name} ({lens.count}), got {rows.shape[0]}",
+        f"{rows_name}: expected one per request of {name} ({lens.count}), got {rows.shape[0]}",
     )
 
 
+def _check_encoder(encoder: Encoder | None, lens: Lens) -> None:
+    """Raise unless an encoder, where there is one, has a row for each request, and its lengths where theirs are."""
+    if encoder is None:
+        return
+    require(isinstance(encoder, Encoder), f"encoder: expected an Encoder or None, got {describe(encoder)}", TypeError)
+    require(
+        encoder.lens.count == lens.count,
+        f"encoder: expected a row for each of the batch's {lens.count} requests, got {encoder.lens.count}; a request "
+        "without an encoder has length 0",
+    )
+    there, here = encoder.lens.device.device, lens.device.device
+    require(same_device(there, here), f"encoder.lens: expected on {here} like the batch's lengths, got {there}")
+
+
 def lens_of(batch: Batch) -> list[Lens]:
-    """Return all lengths of a batch."""
+    """Return all lengths of a batch's own rows: the encoder's are of others."""
     values = (getattr(batch, field.name) for field in fields(batch))
     return [value for value in values if isinstance(value, HostLens | DeviceLens)]
 
 
 def owned(batch: B) -> B:
     """Return the batch in memory of its own, but for a custom mask: a server counts its lengths on in place."""
+    return replace(batch, **_copies(batch))
+
+
+def _copies(parts: Batch | Encoder) -> dict[str, Any]:
+    """Return copies of the fields that hold tensors, by name."""
     copies: dict[str, Any] = {}
-    for field in fields(batch):
-        value = getattr(batch, field.name)
+    for field in fields(parts):
+        value = getattr(parts, field.name)
         if isinstance(value, HostLens | DeviceLens):
             copies[field.name] = replace(value, device=value.device.clone())
         elif isinstance(value, Tensor):
             copies[field.name] = value.clone()
-    return replace(batch, **copies)
+        elif isinstance(value, Encoder):
+            copies[field.name] = replace(value, **_copies(value))
+    return copies
 
 
 def _check_mask(mask: Mask, prefix: Lens, new: Lens) -> None:

@@ -47,7 +47,8 @@ class ScoreMod:
 class Sight:
     """What a query sees: `window` keys, its own included; back to the start of its `chunk`; or all (None).
 
-    Not `causal`: of the tokens that come with it also those behind, within the window.
+    Not `causal`: of the tokens that come with it also those behind, within the window. `cross`: instead of its own
+    request's keys all those of an encoder, whatever a mask says of the request's own.
 
     >>> Sight(window=4, chunk=None).first(5), Sight(window=None, chunk=8).first(21), Sight().first(5)
     (2, 16, 0)
@@ -56,6 +57,7 @@ class Sight:
     window: int | None = None
     chunk: int | None = None
     causal: bool = True
+    cross: bool = False
 
     @property
     def partial(self) -> bool:
@@ -89,6 +91,8 @@ class Sight:
         return min(ends, default=None)
 
     def __str__(self) -> str:
+        if self.cross:
+            return "all keys of an encoder"
         parts = [f"{name} {n:,}" for name, n in (("window", self.window), ("chunk", self.chunk)) if n is not None]
         return (" and ".join(parts) or "all keys") + ("" if self.causal else ", both ways")
 
@@ -104,6 +108,8 @@ class AttentionSpec:
     `scale` multiplies the dot products (under MLA: one over the root of the *unabsorbed* query dimension).
     `window` counts visible keys, the query's own included. `temperature_len` T multiplies the scores of a query
     at position p > T by log2(p) / log2(T). `has_sinks`: one logit per query head joins the softmax denominator.
+    `cross`: its keys are an encoder's, all of which every query sees; it is not causal, and has no positions to speak
+    of.
 
     >>> spec = AttentionSpec(heads=9, kv_heads=3, qk_dim=64, v_dim=64, scale=0.125)
     >>> spec.group
@@ -122,6 +128,7 @@ class AttentionSpec:
     temperature_len: int | None = None
     mod: ScoreMod | None = None
     has_sinks: bool = False
+    cross: bool = False
 
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "qk_dim", "v_dim"):
@@ -140,6 +147,12 @@ class AttentionSpec:
             self.temperature_len != 1,
             "temperature_len: expected more than 1 or None, got 1, whose logarithm would divide by zero",
         )
+        for name in ("window", "chunk", "temperature_len", "mod"):
+            require(
+                not self.cross or getattr(self, name) is None,
+                f"cross, {name}: a layer that reads an encoder's keys sees all of them, and its queries stand at no "
+                f"position among these; leave {name} away, or cross",
+            )
 
     @property
     def group(self) -> int:
@@ -149,7 +162,7 @@ class AttentionSpec:
     @property
     def sight(self) -> Sight:
         """What its queries see."""
-        return Sight(window=self.window, chunk=self.chunk, causal=self.causal)
+        return Sight(window=self.window, chunk=self.chunk, causal=self.causal and not self.cross, cross=self.cross)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +179,8 @@ class ModelSpec:
     """A model's layers and cache shape.
 
     `layers` are those with attention; `linear` are the numbers of those that keep no KV (linear attention).
-    `mla`: keys are latent rows whose first `v_dim` columns are the values. `encoder`: some layers attend to the keys of
-    an encoder (cross-attention); windows over these are not defined, and such a model is refused.
+    `mla`: keys are latent rows whose first `v_dim` columns are the values. Where a layer attends to the keys of an
+    encoder (cross-attention), no layer has a window or chunk: such a model is refused.
 
     >>> ModelSpec.load("SmolLM2-135M").layer(18).attention.group
     3
@@ -180,16 +193,17 @@ class ModelSpec:
     kv_dtype: torch.dtype
     mla: bool
     linear: tuple[int, ...] = ()
-    encoder: bool = False
 
     def __post_init__(self) -> None:
         positive("context_len", self.context_len)
         positive("page_size", self.page_size)
         for layer in self.layers:
+            sight = layer.attention.sight
             require(
-                not (self.encoder and layer.attention.sight.partial),
-                f"encoder, window: model {self.name!r} has an encoder, and layer {layer.index} sees "
-                f"{layer.attention.sight} only; the two do not go together",
+                not (self.cross and sight.partial),
+                f"cross, {'chunk' if sight.window is None else 'window'}: model {self.name!r} has an encoder (layer "
+                f"{_spans(list(self.cross))} reads it), and layer {layer.index} sees {sight} only; the two do not go "
+                "together",
             )
         require(len(self.layers) > 0, f"layers: model {self.name!r} has no layer with attention")
         seen: set[int] = set()
@@ -202,6 +216,11 @@ class ModelSpec:
                 f"v_dim: expected at most qk_dim {qk_dim} in layer {layer.index}, as values are columns of the latent "
                 f"row, got {v_dim}",
             )
+
+    @property
+    def cross(self) -> tuple[int, ...]:
+        """The numbers of the layers that attend to the keys of an encoder; none: the model has no encoder."""
+        return tuple(layer.index for layer in self.layers if layer.attention.cross)
 
     def layer(self, index: int) -> LayerSpec:
         """Return the layer of that number; raise ValueError with the numbers that exist."""

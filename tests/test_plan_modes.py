@@ -395,10 +395,12 @@ def test_a_query_whose_keys_slid_out_is_refused(pool: str) -> None:
 
 def test_a_window_beside_an_encoder_is_refused() -> None:
     model = Server([5], window=4).model
+    reader = LayerSpec(index=2, attention=dataclasses.replace(WIDE, cross=True), pool_layer=2)
     with pytest.raises(
-        ValueError, match="encoder, window: model 'two kinds' has an encoder, and layer 1 sees window 4"
+        ValueError,
+        match=r"cross, window: model 'two kinds' has an encoder \(layer 2 reads it\), and layer 1 sees window 4 only",
     ):
-        dataclasses.replace(model, encoder=True)
+        dataclasses.replace(model, layers=(*model.layers, reader))
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:

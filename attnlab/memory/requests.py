@@ -95,26 +95,31 @@ class RequestTable:
         )
         return end
 
-    def check_holds(self, rows: Sequence[int], lens: Sequence[int] | None) -> None:
+    def check_holds(self, rows: Sequence[int], lens: Sequence[int] | None, *, encoder: bool = False) -> None:
         """Raise ValueError unless every row exists, is asked for once, and holds at least that many tokens.
 
         A length of 0 is padding: any row will do, any number of times. `lens` is None where only the device knows
-        them.
+        them. Rows of an `encoder` are only read: requests may share one.
         """
+        rows_name, lens_name = ("encoder.rows", "encoder.lens") if encoder else ("rows", "seq")
         max_requests = self.max_requests
         seen: dict[int, int] = {}
         for i, row in enumerate(rows):  # every step: words only where they are needed
             if not 0 <= row < max_requests:
-                raise ValueError(f"rows: request {i} is in row {row}; the table has rows 0 to {max_requests - 1}")
+                raise ValueError(
+                    f"{rows_name}: request {i} is in row {row}; the table has rows 0 to {max_requests - 1}"
+                )
             if lens is None or lens[i] == 0:
                 continue
-            if seen.setdefault(row, i) != i:
+            if not encoder and seen.setdefault(row, i) != i:
                 raise ValueError(
                     f"rows: requests {seen[row]} and {i} are both row {row}; they would write the same slot"
                 )
             held = self._lengths.get(row, 0)
             if lens[i] > held:
-                raise ValueError(f"seq: request {i} asks for {lens[i]} tokens, row {row} of the table holds {held}")
+                raise ValueError(
+                    f"{lens_name}: request {i} asks for {lens[i]} tokens, row {row} of the table holds {held}"
+                )
 
     def slots_of(self, row: int) -> Int[Tensor, " tokens"]:
         """Return the slots of a request's tokens, in position order: a view of the table."""

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnlab.batch import B, Batch, DecodeBatch, ExtendBatch, HostLens, Lens, VerifyBatch, lens_of, owned
+from attnlab.batch import B, Batch, DecodeBatch, Encoder, ExtendBatch, HostLens, Lens, VerifyBatch, lens_of, owned
 from attnlab.checks import describe, require, same_device
 from attnlab.mask import Mask
 from attnlab.memory.pool import KVPool
@@ -39,6 +39,14 @@ class Kind(NamedTuple):
     kv_heads: int
     sight: Sight
     space: str
+
+
+class _Source(NamedTuple):
+    """Whose keys lists hold: the first `lens` tokens of these rows; first queries stand `behind` before their end."""
+
+    rows: Tensor
+    lens: Lens
+    behind: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +84,31 @@ class Planner:
 
     def _taken(self, batch: B) -> B:
         """Return the batch in memory of its own. Rows on the device that are none of the table's become padding."""
+        self._check_encoder(batch.encoder)
         batch = owned(batch)
-        if batch.rows.device.type != "cpu":
-            inside = (batch.rows >= 0) & (batch.rows < self.table.max_requests)
-            for lens in lens_of(batch):
-                lens.device.mul_(inside)
+        self._pad(batch.rows, lens_of(batch))
+        if batch.encoder is not None:
+            self._pad(batch.encoder.rows, [batch.encoder.lens])
         return batch
+
+    def _check_encoder(self, encoder: Encoder | None) -> None:
+        """Raise ValueError unless the batch has an encoder exactly where the model has layers that read one."""
+        cross, name = self.model.cross, self.model.name
+        require(
+            encoder is None or bool(cross),
+            f"encoder: no layer of model {name!r} reads an encoder's keys (has `cross`), got one; leave it away",
+        )
+        require(
+            encoder is not None or not cross,
+            f"encoder: layer {', '.join(map(str, cross[:4]))} of model {name!r} reads an encoder's keys, the batch has "
+            "none; pass encoder=Encoder.of(rows=..., lens=..., device=...), one row a request",
+        )
+
+    def _pad(self, rows: Tensor, lengths: Sequence[Lens]) -> None:
+        if rows.device.type != "cpu":
+            inside = (rows >= 0) & (rows < self.table.max_requests)
+            for lens in lengths:
+                lens.device.mul_(inside)
 
     @cached_property
     def kinds(self) -> dict[Kind, list[LayerSpec]]:
@@ -92,22 +119,29 @@ class Planner:
             kinds.setdefault(Kind(a.kv_heads, a.sight, space), []).append(layer)
         return kinds
 
+    def longest(self, sight: Sight) -> int:
+        """Return how many tokens a request can have whose keys are seen so: an encoder has a context of its own."""
+        columns = self.table.max_context
+        return columns if sight.cross else min(columns, self.model.context_len)
+
     def context(self, layers: Sequence[LayerSpec]) -> SplitContext:
         """Return what the policy may look at for layers that share a lane.
 
         Where they differ in query heads the largest count is taken, as one split serves them all.
         """
+        cross = layers[0].attention.cross
         return SplitContext(
             heads=max(layer.attention.heads for layer in layers),
             kv_heads=layers[0].attention.kv_heads,
             v_dim=max(layer.attention.v_dim for layer in layers),
             mla=self.model.mla,
-            context_len=self.model.context_len,
+            context_len=self.table.max_context if cross else self.model.context_len,
             multiprocessors=self.multiprocessors,
         )
 
     def _decode(self, batch: DecodeBatch, max_ranges: int | None) -> DecodePlan:
         rows = self._rows(batch.rows, batch.seq, query=batch.seq, behind=1)
+        sources = self._sources(_Source(rows, batch.seq, behind=1), batch.encoder)
         live = _held(batch.seq)
         # A padded row's token is looked for beyond the table, where only the sink is found.
         newest = torch.where(live > 0, live - 1, self.table.max_context)
@@ -115,7 +149,7 @@ class Planner:
         new = _Lists(extent=Extent(start=newest, start_visible=newest, indptr=one_each), capacity=batch.seq.count)
         return DecodePlan(
             batch=batch,
-            lanes=self._split_lanes(rows, batch.seq, new, behind=1, max_ranges=max_ranges),
+            lanes=self._split_lanes(sources, rows, new, max_ranges),
             lane_of_layer=_lane_of_layer(self.kinds),
             epoch=self.pool.epoch,
             multiprocessors=self.multiprocessors,
@@ -123,19 +157,21 @@ class Planner:
 
     def _extend(self, batch: ExtendBatch) -> ExtendPlan:
         rows = self._rows(batch.rows, together(batch.prefix, batch.new), query=batch.prefix, behind=0)
+        sources = self._sources(_Source(rows, batch.prefix), batch.encoder)
         new = _new_tokens(batch.prefix, batch.new)
         lanes = []
         for kind, layers in self.kinds.items():
-            counts = seen(batch.prefix, kind.sight, behind=0)
+            source = sources[kind.sight.cross]
+            counts = seen(source.lens, kind.sight, behind=0)
             lists = (
                 self._one_pass(batch, kind.sight, counts)
-                if self.one_pass
-                else self._cached(batch.prefix, kind.sight, 0, counts)
+                if self.one_pass and not kind.sight.cross
+                else self._cached(source, kind.sight, counts)
             )
             lanes.append(
                 ExtendLane(
-                    layout=self._layout(rows, layers, lists),
-                    write_slots=self._index(rows, layers, new).slots,
+                    layout=self._layout(source.rows, layers, lists),
+                    write_slots=self._write_slots(rows, layers, new),
                 )
             )
         return ExtendPlan(
@@ -149,45 +185,54 @@ class Planner:
 
     def _verify(self, batch: VerifyBatch, max_ranges: int | None) -> VerifyPlan:
         rows = self._rows(batch.rows, together(batch.prefix, batch.drafts), query=batch.prefix, behind=0)
+        sources = self._sources(_Source(rows, batch.prefix), batch.encoder)
         new = _new_tokens(batch.prefix, batch.drafts)
         return VerifyPlan(
             batch=batch,
             queries=self._queries(batch.prefix, batch.drafts, new, batch.mask, depth=batch.depth),
-            lanes=self._split_lanes(rows, batch.prefix, new, behind=0, max_ranges=max_ranges),
+            lanes=self._split_lanes(sources, rows, new, max_ranges),
             lane_of_layer=_lane_of_layer(self.kinds),
             epoch=self.pool.epoch,
             multiprocessors=self.multiprocessors,
         )
 
-    def _rows(self, rows: Tensor, lens: Lens, *, query: Lens, behind: int) -> Int[Tensor, " reqs"]:
+    def _sources(self, own: _Source, encoder: Encoder | None) -> dict[bool, _Source]:
+        """Return whose keys layers read, those with `cross` and those without; the encoder's rows are checked here."""
+        if encoder is None:
+            return {False: own}
+        rows = self._rows(encoder.rows, encoder.lens, query=encoder.lens, behind=0, cross=True)
+        return {False: own, True: _Source(rows, encoder.lens)}
+
+    def _rows(self, rows: Tensor, lens: Lens, *, query: Lens, behind: int, cross: bool = False) -> Int[Tensor, " reqs"]:
         """Return the rows on the device. Rows on the host are checked first, those on the device kept in bounds.
 
         The first query of each request stands `behind` before its length in `query`: what it sees must not have slid
         out of a storage.
         """
-        table = self.table
+        table, name = self.table, "encoder.lens" if cross else "seq"
         require(
-            lens.bound_max <= min(table.max_context, self.model.context_len),
-            f"seq: a request of up to {lens.bound_max:,} tokens, but the table has {table.max_context:,} columns "
-            f"and the model a context of {self.model.context_len:,}",
+            lens.bound_max <= self.longest(Sight(cross=cross)),
+            f"{name}: a request of up to {lens.bound_max:,} tokens, but the table has {table.max_context:,} columns"
+            + ("" if cross else f" and the model a context of {self.model.context_len:,}"),
         )
         require(
             same_device(lens.device.device, self.pool.device),
-            f"seq: expected lengths on {self.pool.device} like the pool, got {lens.device.device}",
+            f"{name}: expected lengths on {self.pool.device} like the pool, got {lens.device.device}",
         )
         if rows.device.type == "cpu":
             numbers = rows.tolist()
             known = lens if isinstance(lens, HostLens) else query
-            table.check_holds(numbers, known.values if isinstance(known, HostLens) else None)
-            self._check_kept(numbers, query.least_each, behind, lens)
+            table.check_holds(numbers, known.values if isinstance(known, HostLens) else None, encoder=cross)
+            self._check_kept(numbers, query.least_each, behind, lens, cross)
         else:
-            self._check_nothing_slid()
+            self._check_nothing_slid(cross)
         return rows.to(self.pool.device, torch.int64, non_blocking=True).clamp(0, table.max_requests - 1)
 
-    def _check_kept(self, rows: Sequence[int], least: Sequence[int], behind: int, lens: Lens) -> None:
+    def _check_kept(self, rows: Sequence[int], least: Sequence[int], behind: int, lens: Lens, cross: bool) -> None:
         """Raise ValueError where a storage has let go of what a first query sees, or of where a new token goes."""
         lengths = lens.values if isinstance(lens, HostLens) else [lens.bound_max] * lens.count
-        for kind, layers in self.kinds.items():
+        name = "encoder.rows" if cross else "rows"
+        for kind, layers in self._kinds(cross):
             for r, (row, cached, length) in enumerate(zip(rows, least, lengths, strict=True)):
                 if length == 0:
                     continue
@@ -198,28 +243,34 @@ class Planner:
                 if first < min(kept, length):
                     unknown = "" if isinstance(lens, HostLens) else " if it is as short as `least` lets it be"
                     raise ValueError(
-                        f"rows: request {r} (row {row}): its query at position {query}{unknown} sees back to {first} "
+                        f"{name}: request {r} (row {row}): its query at position {query}{unknown} sees back to {first} "
                         f"in layer {layers[0].index} ({kind.sight}), but keys before {kept} have slid out of the pool"
                     )
 
-    def _check_nothing_slid(self) -> None:
+    def _kinds(self, cross: bool) -> list[tuple[Kind, list[LayerSpec]]]:
+        """Return the kinds whose keys are an encoder's, or those whose keys are not."""
+        return [(kind, layers) for kind, layers in self.kinds.items() if kind.sight.cross == cross]
+
+    def _check_nothing_slid(self, cross: bool) -> None:
         """Raise ValueError where keys slid out of a storage and nobody on the host knows whose are asked for."""
-        for kind, layers in self.kinds.items():
+        name = "encoder.rows" if cross else "rows"
+        for kind, layers in self._kinds(cross):
             place = layers[0].pool_layer
             gone = [row for row in self.pool.allocator.owners if self.pool.kept_from(place, row, holding=0)]
             require(
                 not gone,
-                f"rows: on the device, so that nobody can tell whether layer {layers[0].index} ({kind.sight}) still "
+                f"{name}: on the device, so that nobody can tell whether layer {layers[0].index} ({kind.sight}) still "
                 f"has the keys that are asked for: those of rows {gone[:8]} have slid out; pass rows on the CPU",
             )
 
     def _split_lanes(
-        self, rows: Tensor, lens: Lens, new: _Lists, *, behind: int, max_ranges: int | None
+        self, sources: dict[bool, _Source], rows: Tensor, new: _Lists, max_ranges: int | None
     ) -> tuple[Lane, ...]:
         """Return the lanes whose lists are split. All are cut, and the ranges counted, before any is gathered."""
         kinds = self.kinds
-        counts = [seen(lens, kind.sight, behind=behind) for kind in kinds]
-        lists = [self._cached(lens, kind.sight, behind, each) for kind, each in zip(kinds, counts, strict=True)]
+        read = [sources[kind.sight.cross] for kind in kinds]
+        counts = [seen(mine.lens, kind.sight, behind=mine.behind) for kind, mine in zip(kinds, read, strict=True)]
+        lists = [self._cached(mine, kind.sight, each) for kind, mine, each in zip(kinds, read, counts, strict=True)]
         cuts = [
             cut_lens(self.policy, each, mine.extent.indptr.diff(), self.context(layers), self.ops.sizes)
             for layers, each, mine in zip(kinds.values(), counts, lists, strict=True)
@@ -232,20 +283,20 @@ class Planner:
             )
         return tuple(
             Lane(
-                layout=self._layout(rows, layers, mine),
-                write_slots=self._index(rows, layers, new).slots,
+                layout=self._layout(source.rows, layers, mine),
+                write_slots=self._write_slots(rows, layers, new),
                 splits=splits,
                 schedule=Schedule.one_range_a_program(splits, kv_heads=layers[0].attention.kv_heads),
             )
-            for layers, mine, splits in zip(kinds.values(), lists, cuts, strict=True)
+            for source, layers, mine, splits in zip(read, kinds.values(), lists, cuts, strict=True)
         )
 
-    def _cached(self, lens: Lens, sight: Sight, behind: int, counts: Lens) -> _Lists:
-        """Return the lists of `lens` cached tokens, from what a query `behind` their end sees: `counts` of them."""
-        end = _held(lens)
+    def _cached(self, source: _Source, sight: Sight, counts: Lens) -> _Lists:
+        """Return the lists of cached tokens, from the first that a query sees: `counts` of them."""
+        end = _held(source.lens)
         capacity = min(counts.bound_total, counts.bound_max * counts.count)
         return _Lists(
-            extent=self.ops.extent(query=end - behind, end=end, sight=sight, align=1, capacity=capacity),
+            extent=self.ops.extent(query=end - source.behind, end=end, sight=sight, align=1, capacity=capacity),
             capacity=capacity,
         )
 
@@ -266,6 +317,12 @@ class Planner:
             sight=layers[0].attention.sight,
             align=lists.align,
         )
+
+    def _write_slots(self, rows: Tensor, layers: Sequence[LayerSpec], new: _Lists) -> Int[Tensor, " tokens"]:
+        """Return where new tokens go: under cross-attention nowhere, which is the sink."""
+        if layers[0].attention.cross:
+            return torch.zeros(new.capacity, dtype=torch.int64, device=self.pool.device)
+        return self._index(rows, layers, new).slots
 
     def _index(self, rows: Tensor, layers: Sequence[LayerSpec], lists: _Lists) -> KVIndex:
         """Return the slots at those positions, in the id space of the layers' storage: gathered, translated, once."""

@@ -53,6 +53,8 @@ class Query:
 
     def sees(self, sight: Sight, key: int, *, new: int | None) -> bool:
         """Whether this query sees the key at a position; `new` is its number among the new tokens, if it is one."""
+        if sight.cross:
+            return True
         last = sight.last(self.position, masked=self.bits is not None)
         if key < sight.first(self.position) or (last is not None and key > last):
             return False
@@ -79,15 +81,16 @@ def reading(
 ) -> Reading:
     """Return what a query of a request reads from one lane. `write_slots` are those of the request's new tokens.
 
-    Waits for the device. Where the list ends before the new tokens, these are read from where they are written to.
+    Waits for the device. Where the list ends before the new tokens, these are read from where they are written to. An
+    encoder's keys are all in the list.
     """
+    sight = layout.sight
     first, end = layout.index.indptr[request : request + 2].tolist()
     slots = layout.index.slots[first:end].tolist()
     start, visible = int(layout.start[request]), int(layout.start_visible[request])
     listed = [(start + j, slot) for j, slot in enumerate(slots) if start + j >= visible]
-    old = [Key(*entry) for entry in listed if entry[0] < query.cached]
-    new = [Key(position, slot) for position, slot in zip(query.siblings, write_slots, strict=True)]
-    sight = layout.sight
+    old = [Key(*entry) for entry in listed if sight.cross or entry[0] < query.cached]
+    new = [] if sight.cross else [Key(*entry) for entry in zip(query.siblings, write_slots, strict=True)]
     keys = [key for key in old if query.sees(sight, key.position, new=None)]
     keys += [key for i, key in enumerate(new) if query.sees(sight, key.position, new=i)]
     return Reading(
@@ -95,7 +98,7 @@ def reading(
         space=layout.index.space,
         position=query.position,
         keys=tuple(keys),
-        why=_why(query, sight, keys, skipped=query.cached + len(new) - len(keys)),
+        why=_why(query, sight, keys, skipped=0 if sight.cross else query.cached + len(new) - len(keys)),
     )
 
 
@@ -103,6 +106,8 @@ def _why(query: Query, sight: Sight, keys: Sequence[Key], *, skipped: int) -> st
     seen = f"the query at position {query.position} reads {len(keys)} key{'s' * (len(keys) != 1)}"
     if keys:
         seen += f", positions {_spans([key.position for key in keys])}"
+    if sight.cross:
+        return f"{seen}: they are an encoder's, of which every query sees all"
     first = sight.first(query.position)
     by_chunk = sight.chunk is not None and first == query.position // sight.chunk * sight.chunk
     reasons = []

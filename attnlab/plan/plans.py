@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnlab.batch import DecodeBatch, ExtendBatch, Lens, VerifyBatch
+from attnlab.batch import Batch, DecodeBatch, ExtendBatch, Lens, VerifyBatch
 from attnlab.checks import require, tensor
 from attnlab.mask import CustomMask, Mask
 from attnlab.plan.explain import Query, Reading, check_query, mask_row, reading
@@ -26,7 +26,8 @@ from attnlab.plan.workspace import scratch_bytes
 class ExtendLane:
     """What layers of one kind share: the cached keys they see, and where new tokens go.
 
-    `write_slots` are int64 `[tokens]`, in the id space of the layers' storage; padded rows write to slot 0.
+    `write_slots` are int64 `[tokens]`, in the id space of the layers' storage; padded rows write to slot 0, and so do
+    layers that read an encoder's keys, as they store none.
     """
 
     layout: KVLayout
@@ -35,6 +36,11 @@ class ExtendLane:
     def __post_init__(self) -> None:
         device = self.layout.index.slots.device
         tensor("write_slots", self.write_slots, shape=["tokens"], dtype=torch.int64, device=device)
+
+    @property
+    def cross(self) -> bool:
+        """Whether the keys are an encoder's."""
+        return self.layout.sight.cross
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,8 +104,10 @@ class DecodePlan:
         lens = self.batch.seq.device.tolist()
         for lane in self.lanes:
             _validate_lane(lane, num_slots)
-            lane.layout.validate_sight(first_queries=[n - 1 for n in lens], ends=lens)
+            _validate_sight(lane, self.batch, first_queries=[n - 1 for n in lens], ends=lens)
             lane.validate_splits()
+            if lane.cross:
+                continue
             last = (lane.layout.index.indptr[1:].long() - 1).tolist()
             newest = [int(lane.layout.index.slots[at]) if n else 0 for at, n in zip(last, lens, strict=True)]
             written = lane.write_slots.tolist()
@@ -163,7 +171,8 @@ class ExtendPlan:
 
     The lists hold the cached keys; the new tokens' come with the call, or are read back at `write_slots`. Where
     `one_pass`, lists hold the new tokens too, in position order, and begin at a border of 128 positions, so that a
-    kernel which sweeps them in tiles adds in the same order however a prompt is cut into chunks.
+    kernel which sweeps them in tiles adds in the same order however a prompt is cut into chunks; an encoder's keys
+    have lists of their own either way.
     """
 
     batch: ExtendBatch
@@ -184,7 +193,7 @@ class ExtendPlan:
         ends = together(self.batch.prefix, self.batch.new).device.tolist() if self.one_pass else cached
         for lane in self.lanes:
             _validate_lane(lane, num_slots, tokens=int(self.queries.indptr[-1]))
-            lane.layout.validate_sight(first_queries=cached, ends=ends)
+            _validate_sight(lane, self.batch, first_queries=cached, ends=ends)
 
     def explain(self, request: int, query: int) -> tuple[Reading, ...]:
         """Return which slots a query of a request reads, in which pool, and why: a reading for every lane."""
@@ -212,7 +221,7 @@ class VerifyPlan:
         cached = self.batch.prefix.device.tolist()
         for lane in self.lanes:
             _validate_lane(lane, num_slots, tokens=int(self.queries.indptr[-1]))
-            lane.layout.validate_sight(first_queries=cached, ends=cached)
+            _validate_sight(lane, self.batch, first_queries=cached, ends=cached)
             lane.validate_splits()
 
     def explain(self, request: int, query: int) -> tuple[Reading, ...]:
@@ -275,7 +284,21 @@ def _validate_lane(lane: ExtendLane, num_slots: int | Mapping[str, int], *, toke
     written = lane.write_slots.tolist()
     outside = [slot for slot in written if not 0 <= slot < slots]
     require(not outside, f"write_slots: expected 0 to {slots - 1}, got {outside[:1]}")
+    if lane.cross:
+        stored = [slot for slot in written if slot != 0]
+        require(not stored, f"write_slots: layers that read an encoder's keys store none, expected 0, got {stored[:1]}")
+        return
     lost = [i for i, slot in enumerate(written[:tokens]) if slot == 0]
     require(not lost, f"write_slots: token {lost[:1]} is live, but goes to slot 0, the sink")
     live = [slot for slot in written if slot != 0]
     require(len(set(live)) == len(live), f"write_slots: tokens share their slot, {live[:8]}")
+
+
+def _validate_sight(lane: ExtendLane, batch: Batch, *, first_queries: Sequence[int], ends: Sequence[int]) -> None:
+    """Check that a lane's lists hold what its first queries see before these ends, or all of the encoder's keys."""
+    if lane.cross:
+        if batch.encoder is None:
+            raise ValueError("encoder: the plan has lists of an encoder's keys, but its batch has no encoder")
+        batch.encoder.lens.validate()
+        first_queries = ends = batch.encoder.lens.device.tolist()
+    lane.layout.validate_sight(first_queries=first_queries, ends=ends)
