@@ -78,8 +78,14 @@ class LaneLines:
 
 
 def lane_lines(plan: Plan, number: int, cached: Sequence[int], new: Sequence[int]) -> LaneLines:
-    """Read a lane of a plan whose requests have so many cached and new tokens. Waits for the device."""
-    lane = plan.lanes[number]
+    """Read a lane of a plan whose requests have so many cached and new tokens. Waits for the device.
+
+    Of a lane that reads an encoder's keys these are the cached ones, and none is new.
+    """
+    lane, source = plan.lanes[number], plan.batch.rows
+    if lane.cross and plan.batch.encoder is not None:
+        source, cached = plan.batch.encoder.rows, plan.batch.encoder.lens.device.tolist()
+        new = [0] * len(cached)
     layout = lane.layout
     host = lane.splits.to_host() if isinstance(lane, Lane) else None
     indptr, start, visible, rows, slots, write = (
@@ -88,7 +94,7 @@ def lane_lines(plan: Plan, number: int, cached: Sequence[int], new: Sequence[int
             layout.index.indptr,
             layout.start,
             layout.start_visible,
-            plan.batch.rows,
+            source,
             layout.index.slots,
             lane.write_slots,
         )

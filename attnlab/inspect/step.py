@@ -119,6 +119,11 @@ class Step:
         require(reqs > 0, f"request: the plan has no request, got {request!r}")
         require(0 <= request < reqs, f"request: expected 0 to {reqs - 1}, got {request!r}")
         lane = plan.lane(layer)
+        require(
+            not lane.cross,
+            f"layer: expected one that reads its request's own keys, got {layer!r}, whose queries all see every key of "
+            "an encoder; describe(plan) lists these",
+        )
         layout, cached, count = lane.layout, prefix[request], new[request]
         first, end = layout.index.indptr[request : request + 2].tolist()
         start, listed_from = int(layout.start[request]), int(layout.start_visible[request])

@@ -54,8 +54,9 @@ def first_tree(plan: VerifyPlan) -> TreeView | None:
     request = next((r for r, count in enumerate(drafts) if count), None)
     if request is None:
         return None
-    partial = (layer for layer, lane in plan.lane_of_layer.items() if plan.lanes[lane].layout.sight.partial)
-    return TreeView.of(plan, request=request, layer=next(partial, next(iter(plan.lane_of_layer))))
+    own = [layer for layer in plan.lane_of_layer if not plan.lane(layer).cross] or list(plan.lane_of_layer)
+    partial = (layer for layer in own if plan.lane(layer).layout.sight.partial)
+    return TreeView.of(plan, request=request, layer=next(partial, own[0]))
 
 
 def _nothing() -> Picture:
