@@ -18,7 +18,7 @@ from attnlab.kernels.launch import lifted, slot_stride, tile_constants, written
 from attnlab.kernels.sweep import attend_list, attend_new
 from attnlab.kernels.target import Target
 from attnlab.mask import CustomMask
-from attnlab.memory.pool import KVView, compute_dtype
+from attnlab.memory.pool import FP8, KVView, compute_dtype
 from attnlab.plan.extend_call import ExtendCall
 from attnlab.spec import AttentionSpec
 
@@ -37,16 +37,20 @@ class ExtendConfig:
     num_stages: int
 
     @classmethod
-    def choose(cls, spec: AttentionSpec, target: Target, *, compute: torch.dtype, masked: bool) -> ExtendConfig:
-        """Return the choice; the one place where it is made. What it must not do is spill: see data/."""
+    def choose(
+        cls, spec: AttentionSpec, target: Target, *, compute: torch.dtype, kv_dtype: torch.dtype, masked: bool
+    ) -> ExtendConfig:
+        """Return the choice; the one place where it is made. No choice spills: see data/kernel_resources.md."""
         widest = max(spec.qk_dim, spec.v_dim)
         if target.kind == "interpreter":
             return cls(block_m=64, block_n=128, num_warps=4, num_stages=1)  # its cost is Python per operation
-        if compute == torch.float32:
+        if compute == torch.float32:  # no tensor core does fp32 dots
             return cls(block_m=16, block_n=16 if widest > 256 else 32, num_warps=8, num_stages=1)
+        if widest > 256 and target.kind == "hip":
+            return cls(block_m=16, block_n=16, num_warps=8, num_stages=1)
         if widest > 256:
-            return cls(block_m=16, block_n=32, num_warps=8, num_stages=1)
-        if widest > 128 or masked or spec.mod is not None:
+            return cls(block_m=16, block_n=32, num_warps=8 if kv_dtype == FP8 else 4, num_stages=1)
+        if widest > 128 or masked or spec.mod is not None or not target.is_hopper:
             return cls(block_m=64, block_n=32, num_warps=8, num_stages=1)
         return cls(block_m=128, block_n=64, num_warps=8, num_stages=2)
 
@@ -147,7 +151,7 @@ def extend_constants(
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on."""
     compute = compute_dtype(q_dtype, view.k.dtype)
-    config = ExtendConfig.choose(spec, target, compute=compute, masked=masked)
+    config = ExtendConfig.choose(spec, target, compute=compute, kv_dtype=view.k.dtype, masked=masked)
     constants: dict[str, Any] = {
         "HEADS": spec.heads,
         "GROUP": spec.group,

@@ -34,6 +34,11 @@ class Target:
         return self.kind == "interpreter" or (self.kind == "cuda" and self.arch >= 89)
 
     @property
+    def is_hopper(self) -> bool:
+        """Whether this is compute capability 9.0: the one that tiles were timed on."""
+        return self.kind == "cuda" and self.arch == 90
+
+    @property
     def has_pdl(self) -> bool:
         """Whether a kernel may be launched before the one that it depends on has ended (CUDA from 9.0 on)."""
         return self.kind == "cuda" and self.arch >= 90

@@ -19,7 +19,7 @@ from attnlab.kernels.launch import lifted, merge_options, padded, slot_stride, t
 from attnlab.kernels.sweep import attend_list, attend_new
 from attnlab.kernels.target import Target
 from attnlab.mask import CustomMask
-from attnlab.memory.pool import KVView, compute_dtype
+from attnlab.memory.pool import FP8, KVView, compute_dtype
 from attnlab.plan.extend_call import VerifyCall
 from attnlab.spec import AttentionSpec
 
@@ -34,16 +34,27 @@ class VerifyConfig:
     num_stages: int
 
     @classmethod
-    def choose(cls, spec: AttentionSpec, target: Target, *, fp32: bool, masked: bool, rows: int | None) -> VerifyConfig:
+    def choose(
+        cls,
+        spec: AttentionSpec,
+        target: Target,
+        *,
+        compute: torch.dtype,
+        kv_dtype: torch.dtype,
+        masked: bool,
+        rows: int | None,
+    ) -> VerifyConfig:
         """Return the choice for so many rows (drafts x group) a request; None: one that holds for any number."""
         widest = max(spec.qk_dim, spec.v_dim)
         if target.kind == "interpreter":
             return cls(block_m=_tile(rows, 64), block_n=256, num_warps=4, num_stages=1)
-        if widest > 256 or fp32:
-            return cls(block_m=16, block_n=32, num_warps=8, num_stages=1)
+        if compute == torch.float32:  # no tensor core does fp32 dots
+            return cls(block_m=16, block_n=16 if widest > 256 else 32, num_warps=8, num_stages=1)
+        if widest > 256:
+            return cls(block_m=16, block_n=32, num_warps=8 if kv_dtype == FP8 else 4, num_stages=1)
         if widest > 128:
-            return cls(block_m=_tile(rows, 32), block_n=32, num_warps=8, num_stages=1)
-        if masked or spec.mod is not None:
+            return cls(block_m=_tile(rows, 32), block_n=32, num_warps=4, num_stages=1)
+        if masked or spec.mod is not None or not target.is_hopper:
             return cls(block_m=_tile(rows, 64), block_n=32, num_warps=8, num_stages=1)
         return cls(block_m=_tile(rows, 64), block_n=64, num_warps=4, num_stages=2)
 
@@ -206,7 +217,7 @@ def verify_constants(
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the split kernel's compile-time arguments and launch options."""
     compute = compute_dtype(q_dtype, view.k.dtype)
-    config = VerifyConfig.choose(spec, target, fp32=compute == torch.float32, masked=masked, rows=rows)
+    config = VerifyConfig.choose(spec, target, compute=compute, kv_dtype=view.k.dtype, masked=masked, rows=rows)
     constants: dict[str, Any] = {
         "GROUP": spec.group,
         "BLOCK_M": config.block_m,

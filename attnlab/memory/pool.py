@@ -14,7 +14,8 @@ from attnlab.checks import last_axis_contiguous, number, positive, require, tens
 from attnlab.memory.slots import SlotAllocator
 from attnlab.spec import AttentionSpec
 
-STORAGE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+FP8 = torch.float8_e4m3fn
+STORAGE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, FP8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,7 +140,7 @@ class Translation:
 
 def compute_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
     """Return what tiles are cast to before a dot: q's dtype, or the pool's where wider; fp8 is always lifted."""
-    return q_dtype if kv_dtype == torch.float8_e4m3fn else torch.promote_types(q_dtype, kv_dtype)
+    return q_dtype if kv_dtype == FP8 else torch.promote_types(q_dtype, kv_dtype)
 
 
 @runtime_checkable
