@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ from attnlab.plan.policy import HostPolicy, SplitBounds, SplitPolicy, SplitSizes
 from attnlab.plan.schedule import Schedule
 from attnlab.plan.splits import splits_of_sizes
 from attnlab.plan.workspace import Workspace
-from attnlab.spec import AttentionSpec, ModelSpec
+from attnlab.spec import AttentionSpec, ModelSpec, ScoreMod
 from tests.tolerances import LSE, output
 
 ENGINES = [("eager", "cpu"), ("triton", "cpu")] if INTERPRETED else [("eager", "cuda"), ("triton", "cuda")]
@@ -36,32 +38,34 @@ FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """A decode call. `why` says what it would catch that no other case does."""
+class Layer:
+    """A layer's attention and what keeps its keys: what every kind of case has. `why` says what no other case catches.
+
+    `mod` names a registered modifier, or is one.
+    """
 
     id: str
     why: str
-    lens: tuple[int, ...] = (5, 64, 200, 1)
     heads: int = 8
     kv_heads: int = 2
     qk_dim: int = 32
     v_dim: int = 32
-    policy: str | SplitPolicy | HostPolicy = "seed"
-    dtype: torch.dtype = torch.float32
-    kv_dtype: torch.dtype = torch.float32
-    page_size: int = 1
-    layout: str = "slots"
+    scale: float | None = None
+    causal: bool = True
+    window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     temperature_len: int | None = None
-    mod: str | None = None
+    mod: str | ScoreMod | None = None
     sinks: bool = False
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype = torch.float32
     k_scale: float = 1.0
     v_scale: float = 1.0
     mla: bool = False
-    scale: float | None = None
-    window: int | None = None
-    chunk: int | None = None
+    page_size: int = 1
     pool: str = "plain"
+    layout: str = "slots"
 
     @property
     def spec(self) -> AttentionSpec:
@@ -71,16 +75,34 @@ class Case:
             qk_dim=self.qk_dim,
             v_dim=self.v_dim,
             scale=self.qk_dim**-0.5 if self.scale is None else self.scale,
-            softcap=self.softcap,
-            temperature_len=self.temperature_len,
-            mod=None if self.mod is None else score_mods.get(self.mod),
-            has_sinks=self.sinks,
+            causal=self.causal,
             window=self.window,
             chunk=self.chunk,
+            softcap=self.softcap,
+            temperature_len=self.temperature_len,
+            mod=score_mods.get(self.mod) if isinstance(self.mod, str) else self.mod,
+            has_sinks=self.sinks,
         )
 
-    def but(self, **changes: object) -> Case:
+    def model(self, context: int) -> ModelSpec:
+        """Two such layers. Where they see part of the keys the first sees all, so that a plan has two lanes."""
+        model = ModelSpec.uniform(
+            self.spec, layers=2, context_len=context, page_size=self.page_size, kv_dtype=self.kv_dtype, mla=self.mla
+        )
+        first, second = model.layers
+        wide = replace(first.attention, window=None, chunk=None)
+        return replace(model, layers=(replace(first, attention=wide), second))
+
+    def but(self, **changes: Any) -> Self:
         return replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(Layer):
+    """A decode call."""
+
+    lens: tuple[int, ...] = (5, 64, 200, 1)
+    policy: str | SplitPolicy | HostPolicy = "seed"
 
 
 CASES = [
@@ -193,19 +215,9 @@ class Stand:
         self.case, self.device = case, torch.device(device)
         rng = torch.Generator().manual_seed(zlib.crc32(case.id.encode()))
         self.spec = case.spec
-        self.model = ModelSpec.uniform(
-            self.spec,
-            layers=2,
-            context_len=max(*case.lens, 1),
-            page_size=case.page_size,
-            kv_dtype=case.kv_dtype,
-            mla=case.mla,
-        )
-        if self.spec.sight.partial:  # layer 0 sees all keys, so that a plan has two lanes
-            first, second = self.model.layers
-            wide = replace(first.attention, window=None, chunk=None)
-            self.model = replace(self.model, layers=(replace(first, attention=wide), second))
-        self.pool, self.table, self.rows = self._storage(rng)
+        context = max(*case.lens, 1)
+        self.model = case.model(context)
+        self.pool, self.table, self.rows = storage(case, self.model, case.lens, context + 3, self.device, rng)
         self.backend = AttentionBackend(
             model=self.model,
             pool=self.pool,
@@ -217,59 +229,6 @@ class Stand:
         )
         self.backend.workspace.fill(float("nan"))
         self._draw(rng)
-
-    def _storage(self, rng: torch.Generator) -> tuple[KVPool, RequestTable, list[int]]:
-        case, size = self.case, self.case.page_size
-        pages = [-(-n // size) for n in case.lens]
-        num_slots = (2 * sum(pages) + 3) * size
-        scales = {"k_scale": case.k_scale, "v_scale": case.v_scale}
-        if case.pool == "window":
-            pool: KVPool = WindowPool(
-                self.model, num_slots=num_slots, sliding_slots=num_slots - size, device=self.device, **scales
-            )
-        elif case.pool == "unified":
-            pool = UnifiedPool(
-                self.model,
-                num_slots=num_slots - size,
-                virtual_slots=num_slots,
-                sliding_slots=num_slots - size if self.spec.sight.partial else None,
-                device=self.device,
-                **scales,
-            )
-        elif case.mla:
-            pool = MLAPool(self.model, num_slots=num_slots, device=self.device, scale=case.k_scale)
-        else:
-            pool = MHAPool(
-                self.model,
-                num_slots=num_slots,
-                device=self.device,
-                layout=case.layout,
-                k_scale=case.k_scale,
-                v_scale=case.v_scale,
-            )
-        table = RequestTable(
-            max_requests=len(case.lens) + 2,
-            max_context=max(*case.lens, 1) + 3,
-            num_slots=num_slots,
-            device=self.device,
-        )
-        table.admit()  # row 0 stays empty: rows and request numbers differ
-        rows = [table.admit() for _ in case.lens]
-        turns = torch.tensor([r for r, n in enumerate(pages) for _ in range(n)])
-        pool.allocator.allocate("gone", size)
-        for r in turns[torch.randperm(len(turns), generator=rng)].tolist():
-            pool.allocator.allocate("hole", size)
-            if case.window is not None and case.pool != "plain":
-                pool.slide_out("hole", query=pool.allocator.tokens_of("hole") + case.window)
-            more = min(size, case.lens[r] - table.length(rows[r]))
-            table.append(rows[r], pool.allocator.allocate(rows[r], more))
-        pool.allocator.release("gone")
-        if isinstance(pool, UnifiedPool):
-            pool.compact()  # now no id space agrees with another
-        for layer in range(2):
-            for x in (pool.view(layer).k, pool.view(layer).v):
-                poison(x)
-        return pool, table, rows
 
     def _draw(self, rng: torch.Generator) -> None:
         case, spec = self.case, self.spec
@@ -308,10 +267,8 @@ class Stand:
         return out, lse
 
     def stored(self, x: Tensor, scale: float) -> Tensor:
-        """What the cache keeps of a row: rounded to its dtype, by plain torch."""
-        scaled = x if scale == 1.0 else x / scale
-        scaled = scaled.clamp(-448, 448) if self.case.kv_dtype == FP8 else scaled
-        return scaled.to(self.case.kv_dtype).double() * scale
+        """What the cache keeps of a row."""
+        return kept(x, scale, self.case.kv_dtype)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """What the fp64 oracle says, on the same rounded inputs."""
@@ -339,6 +296,58 @@ class Stand:
         (out, lse), (want_out, want_lse) = self.run(), self.expected()
         torch.testing.assert_close(out.double(), want_out, **output(self.case.dtype, self.case.softcap))
         torch.testing.assert_close(lse.double(), want_lse, **LSE)
+
+
+def storage(
+    case: Layer, model: ModelSpec, lens: Sequence[int], columns: int, device: torch.device, rng: torch.Generator
+) -> tuple[KVPool, RequestTable, list[int]]:
+    """A pool full of NaN, a table whose requests lie in shuffled pages with holes between, and their rows."""
+    size = case.page_size
+    pages = [-(-n // size) for n in lens]
+    num_slots = (2 * sum(pages) + 3) * size
+    pool = make_pool(case, model, num_slots, device)
+    table = RequestTable(max_requests=len(lens) + 2, max_context=columns, num_slots=num_slots, device=device)
+    table.admit()  # row 0 stays empty: rows and request numbers differ
+    rows = [table.admit() for _ in lens]
+    turns = torch.tensor([r for r, n in enumerate(pages) for _ in range(n)])
+    span = case.window or case.chunk
+    pool.allocator.allocate("gone", size)
+    for r in turns[torch.randperm(len(turns), generator=rng)].tolist():
+        pool.allocator.allocate("hole", size)
+        if span is not None and case.pool != "plain":
+            pool.slide_out("hole", query=pool.allocator.tokens_of("hole") + span)
+        more = min(size, lens[r] - table.length(rows[r]))
+        table.append(rows[r], pool.allocator.allocate(rows[r], more))
+    pool.allocator.release("gone")
+    if isinstance(pool, UnifiedPool):
+        pool.compact()  # now no id space agrees with another
+    for layer in range(2):
+        for x in (pool.view(layer).k, pool.view(layer).v):
+            poison(x)
+    return pool, table, rows
+
+
+def make_pool(case: Layer, model: ModelSpec, num_slots: int, device: torch.device) -> KVPool:
+    """The pool that a case names. What lies behind the table's slots is a page smaller."""
+    smaller = num_slots - case.page_size
+    scales = {"k_scale": case.k_scale, "v_scale": case.v_scale}
+    if case.pool == "window":
+        return WindowPool(model, num_slots=num_slots, sliding_slots=smaller, device=device, **scales)
+    if case.pool == "unified":
+        sliding = smaller if case.spec.sight.partial else None
+        return UnifiedPool(
+            model, num_slots=smaller, virtual_slots=num_slots, sliding_slots=sliding, device=device, **scales
+        )
+    if case.mla:
+        return MLAPool(model, num_slots=num_slots, device=device, scale=case.k_scale)
+    return MHAPool(model, num_slots=num_slots, device=device, layout=case.layout, **scales)
+
+
+def kept(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """What a cache of that dtype keeps of rows, fp64: rounded by plain torch."""
+    scaled = x if scale == 1.0 else x.float() / scale
+    scaled = scaled.float().clamp(-448, 448) if dtype == FP8 else scaled
+    return scaled.to(dtype).double() * scale
 
 
 def _no_mod(request: int, aux: Tensor | None) -> None:
