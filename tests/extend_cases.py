@@ -243,15 +243,13 @@ class Stand:
         return out, lse
 
     def decode(self, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
-        """Decode one token of each of these requests; its keys and those before must be cached."""
-        lens = [last for _, _, last in parts]
-        q, _, _ = self.new(parts)
+        """Decode one token of each of these requests; those before it must be cached."""
+        rows, lens = [self.rows[r] for r, _, _ in parts], [last for _, _, last in parts]
+        q, k, v = self.new(parts)
         out, lse = self._room(q)
-        plan = self.backend.plan(
-            DecodeBatch.of(rows=[self.rows[r] for r, _, _ in parts], lens=lens, device=self.device)
-        )
+        plan = self.backend.plan(DecodeBatch.of(rows=rows, lens=lens, device=self.device))
         options = {"sinks": self.inputs.sinks, "aux": self.aux(parts), "out": out, "lse": lse}
-        self.backend.decode(1, q, None, None, plan, save=False, **options)
+        self.backend.decode(1, q, k, None if self.case.mla else v, plan, **options)
         return out, lse
 
     def _room(self, q: Tensor) -> tuple[Tensor, Tensor]:

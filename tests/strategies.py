@@ -1,8 +1,10 @@
-"""What hypothesis draws from: lengths at the borders where index arithmetic breaks, contexts, filled request tables."""
+"""What hypothesis draws from: lengths at the borders where index arithmetic breaks, contexts, tables, extend calls."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -11,7 +13,10 @@ from torch import Tensor
 from attnlab._boot import INTERPRETED
 from attnlab.memory.requests import RequestTable
 from attnlab.memory.slots import SlotAllocator
+from attnlab.mods.registry import score_mods
 from attnlab.plan.policy import SplitContext
+from tests.cases import FP8
+from tests.extend_cases import CONTEXT, Case
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 """Where Triton kernels of this process run; the eager twins run there too."""
@@ -95,3 +100,94 @@ def cut_batches(draw: st.DrawFn, max_len: int = 300) -> list[list[tuple[int, int
         borders = sorted({0, n} | inner)
         batch.append(list(zip(borders, borders[1:], strict=False)))
     return batch
+
+
+DTYPES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, FP8),
+    (torch.float32, FP8),
+    (torch.float32, torch.bfloat16),
+)
+"""Of queries and of the cache."""
+
+NEAR = (0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
+"""Lengths at the borders of extend's tiles of queries and keys."""
+
+
+def requests(*, small: bool) -> st.SearchStrategy[list[tuple[int, int]]]:
+    """Cached and new tokens of one to five requests: a border as likely as any other number. Many requests are short.
+
+    `small` is for kernels that are interpreted.
+    """
+    most, longest = (2, 150) if small else (5, CONTEXT)
+    lengths = st.one_of(st.sampled_from([n for n in NEAR if n <= longest]), st.integers(0, longest))
+
+    def of(count: int) -> st.SearchStrategy[list[tuple[int, int]]]:
+        new = st.one_of(st.sampled_from([0, 1, 2, 63, 64, 65]), st.integers(0, 140 // count))
+        pairs = st.tuples(lengths, new).map(lambda pair: (max(0, pair[0] - pair[1]), min(pair)))
+        return st.lists(pairs, min_size=count, max_size=count)
+
+    return st.integers(1, most).flatmap(of)
+
+
+@st.composite
+def layers(draw: st.DrawFn, *, small: bool, lens: Sequence[int] = ()) -> dict[str, Any]:
+    """A case's fields: a layer's attention and what keeps its keys, as pools accept it; windows end near `lens`."""
+    mla = draw(st.sampled_from([False, False, False, True]))
+    kv_heads = 1 if mla else draw(st.sampled_from([1, 2] if small else [1, 2, 3]))
+    dims = [(32, 24), (48, 32), (16, 16)] if mla else [(16, 16), (32, 32), (13, 13), (24, 40), (40, 24), (80, 80)]
+    qk_dim, v_dim = draw(st.sampled_from(dims))
+    near = [max(1, n + more) for n in lens for more in (-1, 0, 1)]
+    spans = st.sampled_from([None, None, 1, 4, 40, *near])
+    window, chunk = draw(spans), draw(st.sampled_from([None, None, None, 16, 64, *near]))
+    pools = ["plain", "unified"] + ["window"] * (not mla and (window is not None or chunk is not None))
+    scales = st.sampled_from([1.0, 0.5, 0.2])
+    k_scale = draw(scales)
+    dtype, kv_dtype = draw(st.sampled_from(DTYPES))
+    pool = draw(st.sampled_from(pools))
+    return {
+        "heads": kv_heads * draw(st.sampled_from([1, 2, 3] if small else [1, 2, 3, 5, 8])),
+        "kv_heads": kv_heads,
+        "qk_dim": qk_dim,
+        "v_dim": v_dim,
+        "causal": draw(st.sampled_from([True, True, False])),
+        "window": window,
+        "chunk": chunk,
+        "softcap": draw(st.sampled_from([None, 5.0, 50.0])),
+        "temperature_len": draw(st.sampled_from([None, 16, 100])),
+        "mod": draw(st.sampled_from([None, *score_mods.names()])),
+        "sinks": draw(st.booleans()),
+        "dtype": dtype,
+        "kv_dtype": kv_dtype,
+        "k_scale": k_scale,
+        "v_scale": k_scale if mla else draw(scales),
+        "mla": mla,
+        "page_size": draw(st.sampled_from([1, 2, 4, 16])),
+        "pool": pool,
+        "layout": draw(st.sampled_from(["slots", "pages"])) if pool == "plain" and not mla else "slots",
+    }
+
+
+@st.composite
+def extend_cases(draw: st.DrawFn, *, small: bool = False) -> Case:
+    """An extend or verify call that the backend accepts; `small` is for kernels that are interpreted."""
+    pairs = draw(requests(small=small))
+    mask = draw(st.sampled_from([None, None, "random", "some rows hidden", "tree", "chain"]))
+    one_pass = draw(st.booleans()) and mask not in ("tree", "chain")
+    case = Case(
+        id=f"drawn {draw(st.integers(0, 2**16))}",
+        why="drawn",
+        prefix=tuple(p for p, _ in pairs),
+        new=tuple(n for _, n in pairs),
+        mask=mask,
+        one_pass=one_pass,
+        read_back=draw(st.sampled_from([False, False, True])),
+        sink_size=draw(st.sampled_from([1.0, 10.0])),
+        placement=draw(st.integers(0, 2**16)),
+        **draw(layers(small=small, lens=[p + n for p, n in pairs])),
+    )
+    # Ahead of a query ALiBi is a reward that outgrows what fp32 can tell apart; nobody uses it there.
+    sees_ahead = not case.causal or mask in ("random", "some rows hidden")
+    return case.but(mod=None) if case.mod == "alibi" and sees_ahead else case
