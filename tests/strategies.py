@@ -121,7 +121,7 @@ def requests(*, small: bool) -> st.SearchStrategy[list[tuple[int, int]]]:
 
     `small` is for kernels that are interpreted.
     """
-    most, longest = (2, 150) if small else (5, CONTEXT)
+    most, longest = (2, 200) if small else (5, CONTEXT)
     lengths = st.one_of(st.sampled_from([n for n in NEAR if n <= longest]), st.integers(0, longest))
 
     def of(count: int) -> st.SearchStrategy[list[tuple[int, int]]]:
@@ -132,16 +132,22 @@ def requests(*, small: bool) -> st.SearchStrategy[list[tuple[int, int]]]:
     return st.integers(1, most).flatmap(of)
 
 
+def spans(pairs: Sequence[tuple[int, int]]) -> list[int]:
+    """Windows that hold just all of a request, and such as begin at a tile's border for its first new token."""
+    whole = [p + n + more for p, n in pairs for more in (-1, 0, 1)]
+    from_a_tile = [p - at + more for p, _ in pairs for at in (127, 255) for more in (-1, 0, 1)]
+    return [n for n in whole + from_a_tile if n > 0]
+
+
 @st.composite
-def layers(draw: st.DrawFn, *, small: bool, lens: Sequence[int] = ()) -> dict[str, Any]:
-    """A case's fields: a layer's attention and what keeps its keys, as pools accept it; windows end near `lens`."""
+def layers(draw: st.DrawFn, *, small: bool, near: Sequence[int] = ()) -> dict[str, Any]:
+    """A case's fields: a layer's attention and what keeps its keys, as pools accept it; windows are often `near`."""
     mla = draw(st.sampled_from([False, False, False, True]))
     kv_heads = 1 if mla else draw(st.sampled_from([1, 2] if small else [1, 2, 3]))
     dims = [(32, 24), (48, 32), (16, 16)] if mla else [(16, 16), (32, 32), (13, 13), (24, 40), (40, 24), (80, 80)]
     qk_dim, v_dim = draw(st.sampled_from(dims))
-    near = [max(1, n + more) for n in lens for more in (-1, 0, 1)]
-    spans = st.sampled_from([None, None, 1, 4, 40, *near])
-    window, chunk = draw(spans), draw(st.sampled_from([None, None, None, 16, 64, *near]))
+    window = draw(st.sampled_from([None, None, 1, 4, 40, *near]))
+    chunk = draw(st.sampled_from([None, None, None, 16, 64, *near]))
     pools = ["plain", "unified"] + ["window"] * (not mla and (window is not None or chunk is not None))
     scales = st.sampled_from([1.0, 0.5, 0.2])
     k_scale = draw(scales)
@@ -186,7 +192,7 @@ def extend_cases(draw: st.DrawFn, *, small: bool = False) -> Case:
         read_back=draw(st.sampled_from([False, False, True])),
         sink_size=draw(st.sampled_from([1.0, 10.0])),
         placement=draw(st.integers(0, 2**16)),
-        **draw(layers(small=small, lens=[p + n for p, n in pairs])),
+        **draw(layers(small=small, near=spans(pairs))),
     )
     # Ahead of a query ALiBi is a reward that outgrows what fp32 can tell apart; nobody uses it there.
     sees_ahead = not case.causal or mask in ("random", "some rows hidden")

@@ -17,7 +17,7 @@ from attnlab._triton import jit, tl
 from attnlab.plan.extend_call import ExtendCall
 from attnlab.spec import ScoreMod
 from tests.cases import ENGINES
-from tests.extend_cases import CONTEXT, Case, Part, Stand
+from tests.extend_cases import Case, Part, Stand
 from tests.strategies import extend_cases
 from tests.tolerances import LSE, output
 
@@ -138,8 +138,8 @@ def test_a_bias_of_zeros_changes_no_bit(case: Case, engine: str, device: str) ->
 
 
 @holds(lambda case: case.but(temperature_len=None))
-def test_a_temperature_beyond_the_context_changes_no_bit(case: Case, engine: str, device: str) -> None:
-    assert_neutral(case, engine, device, temperature_len=CONTEXT)
+def test_a_temperature_from_the_longest_request_on_changes_no_bit(case: Case, engine: str, device: str) -> None:
+    assert_neutral(case, engine, device, temperature_len=max(2, *case.lens))
 
 
 def _unmasked(case: Case) -> Case:
