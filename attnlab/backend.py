@@ -117,8 +117,7 @@ class AttentionBackend:
     def plan(self, batch: VerifyBatch) -> VerifyPlan: ...
     def plan(self, batch: Batch) -> Plan:
         """Return the plan of a step; raise before any list is gathered where the batch cannot be served."""
-        queries = batch.drafts.bound_max if isinstance(batch, VerifyBatch) else 1
-        return self.planner.build(batch, max_ranges=self.workspace.ranges(queries=queries))
+        return self.planner.build(batch, max_ranges=self.workspace.max_ranges)
 
     @torch.no_grad()
     def decode(

@@ -36,6 +36,7 @@ class Case(Layer):
     prefix: tuple[int, ...] = (0, 37, 130, 5)
     new: tuple[int, ...] = (70, 9, 1, 0)
     mask: str | None = None
+    policy: str = "tile"
     one_pass: bool = False
     read_back: bool = False
     sink_size: float = 1.0
@@ -180,8 +181,9 @@ class Stand:
             pool=self.pool,
             table=table,
             engine=engine,
-            policy="tile",
+            policy=case.policy,
             max_requests=len(case.lens),
+            max_drafts=max(16, *case.new),
             multiprocessors=132,
             deterministic=case.one_pass,
         )

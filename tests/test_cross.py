@@ -24,7 +24,7 @@ from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.pools.mla import MLAPool
 from attnlab.memory.pools.unified import UnifiedPool
 from attnlab.memory.requests import RequestTable
-from attnlab.plan.plans import DecodePlan, Lane, Plan
+from attnlab.plan.plans import Lane, Plan, VerifyPlan
 from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec, ScoreMod
 from tests.cases import ENGINES, FP8, poison
 from tests.tolerances import LSE, output
@@ -125,6 +125,7 @@ class Stand:
             engine=engine,
             policy="tile",
             max_requests=8,
+            max_drafts=max(1, *case.new),
             multiprocessors=132,
             deterministic=case.deterministic,
         )
@@ -192,8 +193,11 @@ class Stand:
         """Run one layer; return output and LSE."""
         lse = torch.full(q.shape[:2], float("nan"), device=self.device)
         out = torch.full((*q.shape[:2], self.case.v_dim), float("nan"), dtype=q.dtype, device=self.device)
-        call: Any = self.backend.decode if isinstance(plan, DecodePlan) else self.backend.extend
-        call(layer, q, *(given or (None, None)), plan, sinks=self.sinks, out=out, lse=lse)
+        options: Any = {"sinks": self.sinks, "out": out, "lse": lse}
+        self.backend.forward(layer, q, *(given or (None, None)), plan, **options)
+        if isinstance(plan, VerifyPlan):  # which extend serves too, without splits
+            unsplit = self.backend.extend(layer, q, *(given or (None, None)), plan, sinks=self.sinks)
+            torch.testing.assert_close(unsplit, out, **output(self.case.dtype, self.case.softcap))
         return out, lse
 
     def stored(self, x: Tensor, scale: float) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from attnlab._boot import INTERPRETED
 from attnlab._triton import jit, tl
-from attnlab.plan.extend_call import ExtendCall
 from attnlab.spec import ScoreMod
 from tests.cases import ENGINES
 from tests.extend_cases import Case, Part, Stand
@@ -218,22 +217,8 @@ def _attended(stand: Stand, parts: Literal["cached", "new"]) -> tuple[Tensor, Te
     plan, (q, k, v) = stand.backend.plan(stand.batch), stand.new()
     lse = torch.full(q.shape[:2], float("nan"), device=q.device)
     out = torch.full((*lse.shape, v.shape[2]), float("nan"), dtype=q.dtype, device=q.device)
-    call = ExtendCall(
-        layer=1,
-        spec=stand.spec,
-        view=stand.pool.view(1),
-        lane=plan.lane(1),
-        queries=plan.queries,
-        one_pass=False,
-        q=q,
-        k=k,
-        v=v,
-        out=out,
-        lse=lse,
-        aux=stand.aux(stand.parts),
-        parts=parts,
-    )
-    stand.backend.engine.extend(call)
+    options = {"aux": stand.aux(stand.parts), "out": out, "lse": lse, "parts": parts}
+    stand.backend.extend(1, q, k, None if stand.case.mla else v, plan, **options)
     return out, lse
 
 

@@ -279,7 +279,7 @@ class Planner:
             require(
                 max_ranges is None or splits.capacity <= max_ranges,
                 f"batch: may need {splits.capacity:,} ranges, the scratch holds {max_ranges}; build the backend with "
-                "a larger max_requests, max_tokens or, for a verify step, max_drafts",
+                "a larger max_requests or max_tokens",
             )
         return tuple(
             Lane(

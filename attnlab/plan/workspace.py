@@ -68,10 +68,6 @@ class Workspace:
         self._acc = {d: torch.empty(rows * d, dtype=torch.float32, device=device) for d in set(v_dims)}
         self._state = {d: torch.empty(2, rows, dtype=torch.float32, device=device) for d in set(v_dims)}
 
-    def ranges(self, *, queries: int) -> int:
-        """Return how many ranges fit where a request has up to so many query tokens."""
-        return self.rows // (self.heads * max(1, queries))
-
     def partials(self, *, count: int, group: int, v_dim: int) -> Partials:
         """Return views for so many partials. Raises ValueError where the plan needs more than was allocated."""
         rows = count * group
@@ -79,7 +75,7 @@ class Workspace:
             rows <= self.rows,
             f"plan: needs scratch for {count:,} partials of {group} rows, the workspace holds {self.rows:,} rows "
             f"({self.max_ranges:,} ranges x {self.max_drafts} query tokens x {self.heads} heads); build the backend "
-            "with a larger max_requests",
+            "with a larger max_requests or, for drafts, max_drafts",
         )
         state = self._state[v_dim]
         return Partials(
