@@ -101,6 +101,11 @@ class AttentionBackend:
             f"deterministic: policy {self.policy.name!r} cuts a request by what else is in the batch; use one that "
             "looks at the request alone, such as 'tile'",
         )
+        require(
+            not deterministic or self.engine.batch_invariant,
+            f"deterministic, engine: {self.engine.name!r} on {pool.device} adds in an order that the batch decides; "
+            'use engine="triton" there, or the CPU',
+        )
         self.workspace = Workspace(
             max_ranges=self._max_ranges(max_requests, max_tokens),
             max_drafts=max_drafts,

@@ -36,6 +36,10 @@ class Engine(Protocol):
     name: str
     ops: PlanOps
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a request's bits are the same whatever else is in a batch, if the policy lets them."""
+
     def check_storage(self, dtype: torch.dtype) -> None:
         """Raise NotImplementedError where this engine cannot read a pool of this dtype."""
 
@@ -66,6 +70,11 @@ class EagerEngine:
     def __init__(self, device: torch.device | str) -> None:
         self.device = placed(device)
         self.ops: PlanOps = EagerPlanOps()
+
+    @property
+    def batch_invariant(self) -> bool:
+        """True on a CPU; a GPU's batched products are summed as the size of the batch suggests."""
+        return self.device.type == "cpu"
 
     def check_storage(self, dtype: torch.dtype) -> None:
         """Accept every storage dtype: torch converts them all."""
@@ -114,6 +123,11 @@ class TritonEngine:
         )
         self.target = Target.of(self.device)
         self.ops: PlanOps = TritonPlanOps(self.device)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """True: a program's sums depend on its own range of keys."""
+        return True
 
     def check_storage(self, dtype: torch.dtype) -> None:
         """Raise NotImplementedError where kernels cannot read a pool of this dtype here."""

@@ -172,7 +172,8 @@ class Stand:
     """A case, built: a pool full of NaN in which cached tokens alone hold numbers."""
 
     def __init__(self, case: Case, engine: str, device: str, inputs: Inputs | None = None) -> None:
-        self.case, self.device = case, torch.device(device)
+        # Deterministic and eager is for the CPU alone.
+        self.case, self.device = case, torch.device("cpu" if engine == "eager" and case.one_pass else device)
         self.spec, self.model = case.spec, case.model(CONTEXT)
         placement = torch.Generator().manual_seed(case.placement)
         self.pool, table, self.rows = storage(case, self.model, case.lens, CONTEXT, self.device, placement)

@@ -180,6 +180,11 @@ def variants(target: Target) -> Iterator[Variant]:
             yield _verify_variant(shape, target)
     for shape in (GQA, MLA):
         yield _extend_variant(shape, target, one_pass=True)
+    for most in (16, 64):
+        yield _extend_variant(GQA, target, most=most)
+    for rows in (16, 32):
+        yield _verify_variant(GQA, target, rows=rows)
+    yield _verify_variant(MLA, target, rows=16)
     for shape in SHAPES:
         if shape.mod is not None or shape.name in MERGED:
             yield _verify_merge_variant(shape, target)
@@ -226,12 +231,13 @@ def _scores_variant(shape: Shape, target: Target) -> Variant:
     )
 
 
-def _extend_variant(shape: Shape, target: Target, *, one_pass: bool = False) -> Variant:
+def _extend_variant(shape: Shape, target: Target, *, one_pass: bool = False, most: int | None = None) -> Variant:
     constants, options = extend.extend_constants(
         spec=shape.spec(),
         view=shape.view(),
         target=target,
         q_dtype=shape.dtype,
+        most=most,
         masked=shape.masked,
         ordered=not shape.masked,
         one_pass=one_pass,
@@ -239,7 +245,7 @@ def _extend_variant(shape: Shape, target: Target, *, one_pass: bool = False) -> 
         has_lse=shape.sinks,
     )
     return Variant(
-        name=f"extend{' in one pass' * one_pass}: {shape.name}",
+        name=f"extend{' in one pass' * one_pass}: {shape.name}" + (f", {most} queries" if most else ""),
         kernel=extend._extend_kernel,
         pointers=_several(shape),
         constants=constants,
@@ -247,12 +253,12 @@ def _extend_variant(shape: Shape, target: Target, *, one_pass: bool = False) -> 
     )
 
 
-def _verify_variant(shape: Shape, target: Target) -> Variant:
+def _verify_variant(shape: Shape, target: Target, *, rows: int | None = None) -> Variant:
     constants, options = verify.verify_constants(
-        spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype, rows=None, masked=shape.masked
+        spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype, rows=rows, masked=shape.masked
     )
     return Variant(
-        name=f"verify: {shape.name}",
+        name=f"verify: {shape.name}" + (f", {rows} rows" if rows else ""),
         kernel=verify._verify_split_kernel,
         pointers=_several(shape),
         constants=constants,

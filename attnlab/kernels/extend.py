@@ -14,7 +14,7 @@ import torch
 
 from attnlab._triton import jit, tl
 from attnlab.kernels.core import first_visible, join_sink, load_tile, write_rows
-from attnlab.kernels.launch import lifted, slot_stride, tile_constants, written
+from attnlab.kernels.launch import lifted, padded, slot_stride, tile_constants, written
 from attnlab.kernels.sweep import attend_list, attend_new
 from attnlab.kernels.target import Target
 from attnlab.mask import CustomMask
@@ -38,9 +38,22 @@ class ExtendConfig:
 
     @classmethod
     def choose(
-        cls, spec: AttentionSpec, target: Target, *, compute: torch.dtype, kv_dtype: torch.dtype, masked: bool
+        cls,
+        spec: AttentionSpec,
+        target: Target,
+        *,
+        compute: torch.dtype,
+        kv_dtype: torch.dtype,
+        masked: bool,
+        most: int | None,
     ) -> ExtendConfig:
-        """Return the choice; the one place where it is made. No choice spills: see data/kernel_resources.md."""
+        """Return the choice for up to `most` queries a request; None: one that holds for any number.
+
+        The one place where it is made: timed on an H200, elsewhere the largest tiles that do not spill. Eight warps
+        want 128 queries: with 64 both halves of them compute the same scores. Tiles of 64 queries and more are dots of
+        warp groups: where the values are narrower than the tile of keys, ptxas 12.8, which comes with Triton 3.6 and
+        3.7, compiles them to wrong results (13.0 does not), so that narrow values get smaller tiles.
+        """
         widest = max(spec.qk_dim, spec.v_dim)
         if target.kind == "interpreter":
             return cls(block_m=64, block_n=128, num_warps=4, num_stages=1)  # its cost is Python per operation
@@ -50,9 +63,19 @@ class ExtendConfig:
             return cls(block_m=16, block_n=16, num_warps=8, num_stages=1)
         if widest > 256:
             return cls(block_m=16, block_n=32, num_warps=8 if kv_dtype == FP8 else 4, num_stages=1)
-        if widest > 128 or masked or spec.mod is not None or not target.is_hopper:
+        if not target.is_hopper:
             return cls(block_m=64, block_n=32, num_warps=8, num_stages=1)
-        return cls(block_m=128, block_n=64, num_warps=8, num_stages=2)
+        if spec.mod is not None or padded(spec.v_dim) < 64:
+            return cls(block_m=32, block_n=32, num_warps=4, num_stages=1)
+        if widest > 192 or masked:
+            return cls(block_m=128, block_n=32, num_warps=8, num_stages=1)
+        if widest > 128:
+            return cls(block_m=128, block_n=64, num_warps=8, num_stages=2)
+        if most is not None and most <= 16:
+            return cls(block_m=16, block_n=64, num_warps=4, num_stages=3)
+        if widest <= 64 or (most is not None and most <= 64):
+            return cls(block_m=64, block_n=64, num_warps=4, num_stages=2)
+        return cls(block_m=128, block_n=64, num_warps=8, num_stages=3)
 
 
 def extend(call: ExtendCall, *, target: Target) -> None:
@@ -74,6 +97,7 @@ def extend(call: ExtendCall, *, target: Target) -> None:
         view=view,
         target=target,
         q_dtype=call.q.dtype,
+        most=queries.most,
         masked=isinstance(queries.mask, CustomMask),
         ordered=queries.ordered,
         one_pass=call.one_pass,
@@ -143,6 +167,7 @@ def extend_constants(
     view: KVView,
     target: Target,
     q_dtype: torch.dtype,
+    most: int | None,
     masked: bool,
     ordered: bool,
     one_pass: bool,
@@ -151,7 +176,9 @@ def extend_constants(
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on."""
     compute = compute_dtype(q_dtype, view.k.dtype)
-    config = ExtendConfig.choose(spec, target, compute=compute, kv_dtype=view.k.dtype, masked=masked)
+    config = ExtendConfig.choose(
+        spec, target, compute=compute, kv_dtype=view.k.dtype, masked=masked, most=None if one_pass else most
+    )
     constants: dict[str, Any] = {
         "HEADS": spec.heads,
         "GROUP": spec.group,
