@@ -134,9 +134,9 @@ def test_forward_takes_the_path_that_the_plan_is_made_for(engine: str, device: s
     assert torch.equal(stand.backend.forward(1, q, k, v, plan), stand.backend.verify(1, q, k, v, plan))
     for one_pass in (False, True):
         stand = Stand(CHAIN.but(mask=None, one_pass=one_pass, policy="tile"), engine, device)
-        extend = stand.backend.plan(stand.batch)
+        extend, (q, k, v) = stand.backend.plan(stand.batch), stand.new()
         assert torch.equal(stand.backend.forward(1, q, k, v, extend), stand.backend.extend(1, q, k, v, extend))
-    decode = stand.backend.plan(DecodeBatch.of(rows=stand.rows[:2], lens=[12, 209], device=device))
+    decode = stand.backend.plan(DecodeBatch.of(rows=stand.rows[:2], lens=[12, 209], device=stand.device))
     one = (q[:2], k[:2], v[:2])
     assert torch.equal(stand.backend.forward(1, *one, decode), stand.backend.decode(1, *one, decode))
     with pytest.raises(TypeError, match="plan: expected a DecodePlan, ExtendPlan or VerifyPlan, got None"):
