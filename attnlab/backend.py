@@ -237,6 +237,8 @@ class AttentionBackend:
         if save and k is not None:
             self.pool.store(spec.pool_layer, lane.write_slots, k, None if view.v_in_k else v)
         self.engine.extend(call)
+        if self.tracer is not None:
+            self.tracer.passed(layer, "extend")
         return call.out
 
     @torch.no_grad()
@@ -284,6 +286,8 @@ class AttentionBackend:
         if save and k is not None:
             self.pool.store(spec.pool_layer, lane.write_slots, k, None if view.v_in_k else v)
         self.engine.verify(call)
+        if self.tracer is not None:
+            self.tracer.passed(layer, "verify")
         return call.out
 
     def forward(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, plan: Plan, **options: Any) -> Tensor:

@@ -46,6 +46,9 @@ class Tracer(Protocol):
     def decoded(self, call: DecodeCall) -> None:
         """Look at a call. It must not change a tensor."""
 
+    def passed(self, layer: int, mode: str) -> None:
+        """Hear of a call of several queries a request, "extend" or "verify", which is not looked at."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoreTrace:
@@ -178,7 +181,7 @@ def finite_or_zero(lse: Tensor) -> Tensor:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Trace:
-    """A recording: its calls in order, and what did not fit the budget, in words.
+    """A recording: its calls in order, and what did not fit the budget or cannot be recorded, in words.
 
     `tokens[r]` are the texts of request r's tokens, where the recorder was told them.
     """

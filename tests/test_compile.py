@@ -37,7 +37,7 @@ def test_every_variant_compiles_for_every_target(compiled: str) -> None:
         cells = [cell.strip() for cell in row.split("|")[2:-1]]
         assert len(cells) == len(TARGETS)
         for target, cell in zip(TARGETS, cells, strict=True):
-            unreadable = "fp8" in name and name.startswith("split") and target in ("sm_80", "gfx942")
+            unreadable = "fp8" in name and target in ("sm_80", "gfx942")
             assert (cell == "-") == unreadable, f"{name} on {target}: {cell}"
 
 
@@ -50,8 +50,19 @@ def test_the_table_in_the_repository_is_up_to_date(compiled: str) -> None:
         assert rows(compiled).keys() == rows(kept).keys()
 
 
+SPILLS = {
+    **dict.fromkeys(("extend: gqa 2 x 256 (Gemma)", "extend: gqa 2 x 256, window, cap (Gemma-2)"), 8),
+    "split: gqa 4 x 128, fp32": 8,
+    "split: mla 20 x 288/256, fp32": 24,
+    "extend: mla 128 x 576/512, fp32": 700,
+    "verify: mla 128 x 576/512, fp32": 700,
+}
+"""Bytes a thread that may spill. Gemma: tiles that need two words less in registers take twice the time. fp32 serves
+for checking; MLA in fp32 does not fit the registers of a gfx942."""
+
+
 def test_no_variant_spills(compiled: str) -> None:
-    """Spilled registers go through slow memory. fp32 dots, which serve for checking, may spill a few words."""
+    """Spilled registers go through slow memory."""
     for name, row in rows(compiled).items():
         spills = [int(cell.split("/")[1]) for cell in row.split("|")[2:-1] if "/" in cell]
-        assert max(spills) <= (32 if "fp32" in name else 0), f"{name}: {row}"
+        assert max(spills) <= SPILLS.get(name, 0), f"{name}: {row}"

@@ -13,6 +13,7 @@ from attnlab.mask import CustomMask
 from attnlab.plan.extend_call import ExtendCall
 from tests.cases import ENGINES
 from tests.extend_cases import CASES, Case, Stand
+from tests.tolerances import output
 
 engines = pytest.mark.parametrize(("engine", "device"), ENGINES, ids=[name for name, _ in ENGINES])
 
@@ -189,3 +190,46 @@ def test_what_a_call_leaves_out_is_not_read(engine: str, device: str, parts: Any
     )
     stand.backend.engine.extend(call)
     assert bool(out.isfinite().all())
+
+
+@engines
+@pytest.mark.parametrize("call", ["extend", "verify"])
+def test_slices_of_one_projection_are_read_by_their_strides(engine: str, device: str, call: str) -> None:
+    """q, k and v as views of one tensor, as a fused projection leaves them; strides that nothing divides."""
+    stand = Stand(TOY.but(mask="chain", new=(9, 5, 1, 0), policy="static"), engine, device)
+    q, k, v = stand.new()
+    fused = torch.full((q.shape[0], 8, 35), float("nan"), device=q.device)
+    for x, at in ((q, 0), (k, 4), (v, 6)):
+        fused[:, at : at + x.shape[1], :32] = x
+    views = [fused[:, at : at + n, :32] for at, n in ((0, 4), (4, 2), (6, 2))]
+    out = torch.full((q.shape[0], 7, 33), float("nan"), device=q.device)[:, 2:6, :32]
+    plan, attend = stand.backend.plan(stand.batch), getattr(stand.backend, call)
+    attend(1, *views, plan, out=out)
+    assert torch.equal(out, attend(1, q, k, v, plan))
+
+
+@engines
+@pytest.mark.parametrize("call", ["extend", "verify"])
+def test_what_is_not_saved_is_attended_and_not_stored(engine: str, device: str, call: str) -> None:
+    stand = Stand(TOY.but(mask="chain", new=(9, 5, 1, 0)), engine, device)
+    before, plan = stand.backend.pool.view(1).k.clone(), stand.backend.plan(stand.batch)
+    attend = getattr(stand.backend, call)
+    out = attend(1, *stand.new(), plan, save=False)
+    assert torch.equal(stand.backend.pool.view(1).k.nan_to_num(7), before.nan_to_num(7))
+    assert torch.equal(out, attend(1, *stand.new(), plan))
+
+
+@engines
+def test_rows_beyond_the_live_tokens_are_left_alone(engine: str, device: str) -> None:
+    """Where only the device knows the lengths, buffers are as long as the bound says."""
+    stand = Stand(TOY.but(prefix=(9, 40), new=(4, 3)), engine, device)
+    prefix, new = (
+        DeviceLens(device=torch.tensor(lens, dtype=torch.int32, device=device), bound_each=60, bound_total=total)
+        for lens, total in (((9, 40), 70), ((4, 3), 12))
+    )
+    batch = ExtendBatch(rows=torch.tensor(stand.rows), prefix=prefix, new=new)
+    given = [torch.cat([x, x.new_full((5, *x.shape[1:]), float("nan"))]) for x in stand.new()]
+    out = given[0].new_full((12, 4, 32), 7.0)
+    stand.backend.extend(1, *given, stand.backend.plan(batch), out=out)
+    torch.testing.assert_close(out[:7], stand.run()[0], **output(torch.float32))
+    assert bool((out[7:] == 7.0).all())

@@ -19,6 +19,7 @@ from attnlab.inspect import bins
 from attnlab.inspect.record import Scores, record
 from attnlab.plan.workspace import Partials
 from attnlab.trace import _PLAIN, _SCORE_PLAIN, FORMAT, REDUCTIONS, STAGES, CallTrace, ScoreTrace, Trace
+from tests import extend_cases
 from tests.cases import CASES, ENGINES, FP8, MODIFY, Case, Stand
 from tests.tolerances import LSE, OUTPUT
 
@@ -511,3 +512,15 @@ def test_a_header_that_disagrees_with_its_tensors_is_damaged(saved: tuple[Trace,
     trace.save(path)
     with pytest.raises(ValueError, match=r"lse: expected \[4, 8\] float32, got \[4, 3\]"):
         Trace.load(path)
+
+
+def test_a_recording_says_that_calls_of_several_queries_are_not_in_it() -> None:
+    engine, device = ENGINES[0]
+    case = extend_cases.Case(id="chain", why="", mask="chain", prefix=(8, 20), new=(3, 2), policy="static")
+    stand = extend_cases.Stand(case, engine, device)
+    with record(stand.backend) as trace:
+        stand.run("extend")
+        stand.run("verify")
+        stand.run("verify")
+    notes = [f"{mode}: calls of several queries a request are not recorded" for mode in ("extend", "verify")]
+    assert trace.left_out == notes and not trace.calls

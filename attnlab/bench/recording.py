@@ -55,6 +55,9 @@ def main() -> None:
         def decoded(self, call: DecodeCall) -> None:
             """Look away."""
 
+        def passed(self, layer: int, mode: str) -> None:
+            """Look away."""
+
     noted = torch.zeros(plan.lanes[0].schedule.segments.shape[0], 1, 3, dtype=torch.int64, device=device)
 
     def noting() -> None:

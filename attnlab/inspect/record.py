@@ -148,6 +148,12 @@ class Recorder:
         shape = (lane.schedule.segments.shape[0], head_tiles(spec.group), 3)
         return torch.zeros(shape, dtype=torch.int64, device=lane.schedule.segments.device)
 
+    def passed(self, layer: int, mode: str) -> None:
+        """Say once of every mode that its calls are not recorded."""
+        note = f"{mode}: calls of several queries a request are not recorded"
+        if self._looks_at(layer) and note not in self.trace.left_out:
+            self.trace.left_out.append(note)
+
     def decoded(self, call: DecodeCall) -> None:
         """Keep what was asked for of this call."""
         if not self._looks_at(call.layer):
