@@ -195,13 +195,13 @@ class AttentionBackend:
         """Store the new tokens' K and V, then attend with each of them; return `[tokens, heads, v_dim]`.
 
         `q` is `[tokens, heads, qk_dim]` (or 2-D, heads and dim in one), `k` and `v` `[tokens, kv_heads, dim]`, all of
-        one dtype; under MLA `v` is None. With `k` and `v` both None what the pool holds for the new tokens is read
-        back; layers that read an encoder's keys take none, and the plan's mask does not speak of these. With
+        one dtype and finite; under MLA `v` is None. With `k` and `v` both None what the pool holds for the new tokens
+        is read back; layers that read an encoder's keys take none, and the plan's mask does not speak of these. With
         `save=False` nothing is stored, which a plan in one pass, that reads everything from the pool, refuses where `k`
         is given. `out` and `lse` (natural log, fp32 `[tokens, heads]`, the sink included) are filled where given.
-        `parts` attends to the "cached" or the "new" keys alone, to be merged by LSE elsewhere. Rows beyond the live
-        tokens of a plan whose lengths only the device knows are left as they are. A VerifyPlan is served too, without
-        splits. Everything is checked first: on an error nothing was stored.
+        `parts` attends to the "cached" or the "new" keys alone, without the sink, to be merged by LSE elsewhere. Rows
+        beyond the live tokens of a plan whose lengths only the device knows are left as they are. A VerifyPlan is
+        served too, without splits. Everything is checked first: on an error nothing was stored.
         """
         several = isinstance(plan, ExtendPlan | VerifyPlan)
         require(several, f"plan: expected an ExtendPlan or VerifyPlan, got {type(plan).__name__}", TypeError)
@@ -233,6 +233,7 @@ class AttentionBackend:
             sinks=sinks,
             aux=aux,
             parts=parts,
+            batch_invariant=self.deterministic,
         )
         if save and k is not None:
             self.pool.store(spec.pool_layer, lane.write_slots, k, None if view.v_in_k else v)
@@ -259,7 +260,8 @@ class AttentionBackend:
         """Store the drafts' K and V, then attend with each of them over splits; return `[tokens, heads, v_dim]`.
 
         Arguments are those of `extend`, which gives the same result without splits. The cached keys are cut as the
-        policy says, and loaded once for all drafts of a request and all heads of a group.
+        policy says, and loaded once for all drafts of a request and all heads of a group. Of a deterministic backend
+        the bits depend on the request alone; they are those of this path, not of the extend that stores a token later.
         """
         require(isinstance(plan, VerifyPlan), f"plan: expected a VerifyPlan, got {type(plan).__name__}", TypeError)
         self._check_epoch(plan.epoch)
@@ -297,9 +299,7 @@ class AttentionBackend:
                 return self.decode(layer, q, k, v, plan, **options)
             case VerifyPlan():  # few queries over long caches: splits, then a merge with the drafts
                 return self.verify(layer, q, k, v, plan, **options)
-            case ExtendPlan(one_pass=True):  # deterministic: cached and new keys in one list, out of the pool
-                return self.extend(layer, q, k, v, plan, **options)
-            case ExtendPlan():  # cached keys out of the pool, then the new ones as they came
+            case ExtendPlan():  # cached keys, then the new ones as they came; in one pass both out of the pool
                 return self.extend(layer, q, k, v, plan, **options)
             case _:
                 raise TypeError(f"plan: expected a DecodePlan, ExtendPlan or VerifyPlan, got {describe(plan)}")
@@ -307,7 +307,13 @@ class AttentionBackend:
     def partials(self, layer: int, plan: DecodePlan | VerifyPlan) -> Partials:
         """Return the scratch of this layer and plan: after its call, and until the next, every range's state."""
         lane, spec = plan.lane(layer), self.model.layer(layer).attention
-        rows = spec.group * (plan.queries.most if isinstance(plan, VerifyPlan) else 1)
+        most, bound = plan.queries.most if isinstance(plan, VerifyPlan) else 1, self.workspace.max_drafts
+        require(
+            most <= bound,
+            f"plan: a request of up to {most} drafts, the scratch is for {bound}; build the backend with a larger "
+            "max_drafts, or call extend, which needs none",
+        )
+        rows = spec.group * most
         return self.workspace.partials(count=lane.schedule.partials, group=rows, v_dim=spec.v_dim)
 
     def _lane(self, layer: int, plan: DecodePlan) -> Lane:

@@ -263,8 +263,9 @@ class ExtendBatch:
 class VerifyBatch:
     """Draft tokens whose fate the target model decides: `drafts` per request, after `prefix` cached tokens.
 
-    `depth` is int32 `[tokens]`: a draft stands at position `prefix + depth`; in a tree, siblings share one. `encoder`
-    is there exactly where the model has layers that read one.
+    `depth` is int32 `[tokens]`: a draft stands at position `prefix + depth`; in a tree, siblings share one.
+    `ordered` says that there are chains alone, whose drafts stand one behind the other. `encoder` is there exactly
+    where the model has layers that read one.
     """
 
     rows: Int[Tensor, " reqs"]
@@ -272,6 +273,7 @@ class VerifyBatch:
     drafts: Lens
     depth: Int[Tensor, " tokens"]
     mask: Mask
+    ordered: bool = False
     encoder: Encoder | None = None
 
     @classmethod
@@ -297,6 +299,7 @@ class VerifyBatch:
             drafts=new,
             depth=_flat([range(n) for n in new.values], device),
             mask=CAUSAL,
+            ordered=True,
             encoder=encoder,
         )
 

@@ -37,6 +37,11 @@ ENGINES = [("eager", "cpu"), ("triton", "cpu")] if INTERPRETED else [("eager", "
 FP8 = torch.float8_e4m3fn
 
 
+def device_of(engine: str, device: str, *, deterministic: bool) -> torch.device:
+    """Where a backend of this engine lies: deterministic and eager is for the CPU alone."""
+    return torch.device("cpu" if engine == "eager" and deterministic else device)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     """A layer's attention and what keeps its keys: what every kind of case has. `why` says what no other case catches.

@@ -14,7 +14,7 @@ from attnlab.backend import AttentionBackend
 from attnlab.batch import DecodeBatch, ExtendBatch, VerifyBatch
 from attnlab.eager import oracle
 from attnlab.mask import CAUSAL, CustomMask
-from tests.cases import FP8, MODIFY, Layer, kept, storage
+from tests.cases import FP8, MODIFY, Layer, device_of, kept, storage
 from tests.tolerances import LSE, output
 
 CONTEXT = 512
@@ -175,8 +175,7 @@ class Stand:
     """A case, built: a pool full of NaN in which cached tokens alone hold numbers."""
 
     def __init__(self, case: Case, engine: str, device: str, inputs: Inputs | None = None) -> None:
-        # Deterministic and eager is for the CPU alone.
-        self.case, self.device = case, torch.device("cpu" if engine == "eager" and case.one_pass else device)
+        self.case, self.device = case, device_of(engine, device, deterministic=case.one_pass)
         self.spec, self.model = case.spec, case.model(CONTEXT)
         placement = torch.Generator().manual_seed(case.placement)
         self.pool, table, self.rows = storage(case, self.model, case.lens, CONTEXT, self.device, placement)

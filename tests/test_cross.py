@@ -26,7 +26,7 @@ from attnlab.memory.pools.unified import UnifiedPool
 from attnlab.memory.requests import RequestTable
 from attnlab.plan.plans import Lane, Plan, VerifyPlan
 from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec, ScoreMod
-from tests.cases import ENGINES, FP8, poison
+from tests.cases import ENGINES, FP8, device_of, poison
 from tests.tolerances import LSE, output
 
 engines = pytest.mark.parametrize(("engine", "device"), ENGINES, ids=[name for name, _ in ENGINES])
@@ -85,7 +85,7 @@ class Stand:
     """A case, built: layers read their own keys and an encoder's in turns; what neither should read is NaN."""
 
     def __init__(self, case: Case, engine: str, device: str) -> None:
-        self.case, self.device = case, torch.device(device)
+        self.case, self.device = case, device_of(engine, device, deterministic=case.deterministic)
         self.rng = torch.Generator().manual_seed(zlib.crc32(case.id.encode()))
         own = AttentionSpec(
             heads=case.heads,
@@ -338,8 +338,8 @@ def test_a_deterministic_step_gives_the_same_bits_alone_and_in_a_batch(engine: s
         out, lse = stand.run(stand.plan(mode), q)
         first = 2 if mode == "decode" else 4
         last = first + (1 if mode == "decode" else 70)
-        one = Encoder.of(rows=[stand.encoder_rows[2]], lens=[300], device=device)
-        common: dict[str, Any] = {"rows": [stand.rows[2]], "device": device, "encoder": one}
+        one = Encoder.of(rows=[stand.encoder_rows[2]], lens=[300], device=stand.device)
+        common: dict[str, Any] = {"rows": [stand.rows[2]], "device": stand.device, "encoder": one}
         alone: Batch = DecodeBatch.of(lens=[70], **common)
         if mode == "extend":
             alone = ExtendBatch.of(prefix=[0], new=[70], **common)
@@ -351,8 +351,8 @@ def test_a_deterministic_step_gives_the_same_bits_alone_and_in_a_batch(engine: s
 def test_bits_do_not_depend_on_where_a_prompt_is_cut(engine: str, device: str) -> None:
     stand = Stand(TOY.but(id="cut", deterministic=True), engine, device)
     q = stand.queries("extend")[4:74]
-    one = Encoder.of(rows=[stand.encoder_rows[2]], lens=[300], device=device)
-    common: dict[str, Any] = {"rows": [stand.rows[2]], "device": device, "encoder": one}
+    one = Encoder.of(rows=[stand.encoder_rows[2]], lens=[300], device=stand.device)
+    common: dict[str, Any] = {"rows": [stand.rows[2]], "device": stand.device, "encoder": one}
     whole, _ = stand.run(stand.backend.plan(ExtendBatch.of(prefix=[0], new=[70], **common)), q)
     for cut in (1, 33, 64):
         parts = [

@@ -9,8 +9,8 @@ import torch
 
 from attnlab.backend import AttentionBackend
 from attnlab.batch import DecodeBatch
-from attnlab.eager import decode as eager_decode
 from attnlab.eager import oracle
+from attnlab.eager import sweep as eager_sweep
 from attnlab.inspect.workbench import workbench
 from attnlab.memory.cache import PagedCache
 from attnlab.memory.pool import KVPool, KVView
@@ -417,7 +417,7 @@ def test_latent_rows_may_be_page_major(engine: str, device: str) -> None:
 
 def test_the_eager_engine_cuts_a_long_segment_always_at_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory is bounded by chunks; what else is in the batch must not move a chunk's border in a request."""
-    monkeypatch.setattr(eager_decode, "MAX_GATHERED", 3 * eager_decode.TILE * 32)
+    monkeypatch.setattr(eager_sweep, "MAX_GATHERED", 3 * eager_sweep.TILE * 32)
     alone, crowd = TOY.but(lens=(900,), policy=Static(splits=1)), TOY.but(lens=(40, 900, 300), policy=Static(splits=1))
     a, b = Stand(alone, "eager", "cpu"), Stand(crowd, "eager", "cpu")
     b.q[1], b.k[1], b.v[1] = a.q[0], a.k[0], a.v[0]

@@ -233,3 +233,11 @@ def test_rows_beyond_the_live_tokens_are_left_alone(engine: str, device: str) ->
     stand.backend.extend(1, *given, stand.backend.plan(batch), out=out)
     torch.testing.assert_close(out[:7], stand.run()[0], **output(torch.float32))
     assert bool((out[7:] == 7.0).all())
+
+
+def test_a_part_takes_no_sink() -> None:
+    engine, device = ENGINES[0]
+    stand = Stand(TOY.but(sinks=True), engine, device)
+    plan = stand.backend.plan(stand.batch)
+    with pytest.raises(ValueError, match="parts, sinks: 'new' keys alone have no sink; pass None"):
+        stand.backend.extend(1, *stand.new(), plan, sinks=stand.inputs.sinks, parts="new")

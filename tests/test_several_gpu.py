@@ -80,6 +80,20 @@ def test_one_pass_is_right(shape: str, features: str) -> None:
     Stand(case.but(**SHAPES[shape], **FEATURES[features]), "triton", "cuda").check()
 
 
+@pytest.mark.parametrize("call", ["verify", "extend"])
+@pytest.mark.parametrize("shape", ["64-64", "128-128", "256-256", "mla-576"])
+def test_a_request_has_the_same_bits_alone_and_among_longer_ones(shape: str, call: str) -> None:
+    """B40: how many queries others have must not choose the instruction that sums a request's."""
+    base = BASE.but(id=f"bits {shape}", mask="chain", one_pass=True, policy="tile", **SHAPES[shape])
+    among = Stand(base.but(prefix=(300, 40, 0), new=(3, 150, 20)), "triton", "cuda")
+    out, lse = among.run(call)
+    for r, at in ((0, 0), (2, 153)):
+        p, n = among.case.prefix[r], among.case.new[r]
+        alone = Stand(base.but(prefix=(p,), new=(n,)), "triton", "cuda", among.inputs.pick([r]))
+        mine, its_lse = alone.run(call)
+        assert torch.equal(mine, out[at : at + n]) and torch.equal(its_lse, lse[at : at + n])
+
+
 @dataclass(frozen=True)
 class Long:
     """One request in a large pool: its last slots lie at the pool's end. What it does not own is NaN."""

@@ -197,10 +197,10 @@ def test_verify_takes_the_plan_of_drafts() -> None:
 def test_more_drafts_than_the_scratch_holds_are_refused_before_anything_is_stored() -> None:
     engine, device = ENGINES[0]
     stand = Stand(CHAIN.but(prefix=(400, 400), new=(2, 2)), engine, device)
-    many = VerifyBatch.chain(rows=stand.rows, prefix=[300, 300], drafts=[102, 102], device=device)
-    plan, given = stand.backend.plan(many), [torch.zeros(204, heads, 32, device=device) for heads in (4, 2, 2)]
+    many = VerifyBatch.chain(rows=stand.rows, prefix=[300, 300], drafts=[17, 17], device=device)
+    plan, given = stand.backend.plan(many), [torch.zeros(34, heads, 32, device=device) for heads in (4, 2, 2)]
     before = stand.backend.pool.view(1).k.clone()
-    with pytest.raises(ValueError, match=r"plan: needs scratch for .* partials of 204 rows.*max_drafts"):
+    with pytest.raises(ValueError, match="plan: a request of up to 17 drafts, the scratch is for 16; .*max_drafts"):
         stand.backend.verify(1, *given, plan)
     assert torch.equal(stand.backend.pool.view(1).k.nan_to_num(7), before.nan_to_num(7))
-    assert stand.backend.extend(1, *given, plan).shape == (204, 4, 32)  # which needs none
+    assert stand.backend.extend(1, *given, plan).shape == (34, 4, 32)  # which needs none

@@ -69,6 +69,13 @@ def finite(maximum: Tensor) -> Tensor:
     return torch.where(maximum == float("-inf"), 0.0, maximum)
 
 
+def state_of(scores: Tensor, v: Tensor) -> State:
+    """Return the states of rows that saw some keys: scores `[tiles, ..., keys]`, values `[tiles, keys, v_dim]`."""
+    maximum = scores.amax(-1)
+    p = torch.exp(scores - finite(maximum)[..., None])
+    return maximum, p.sum(-1), (p.flatten(1, -2) @ v).view(*maximum.shape, v.shape[-1])
+
+
 def merge_states(one: State, other: State) -> State:
     """Return the states of rows that saw both sets of keys."""
     top = torch.maximum(one[0], other[0])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnlab.eager.core import State, finite, join_sink, merge_states, modified, normalised, visible_keys
+from attnlab.eager.core import State, join_sink, merge_states, modified, normalised, state_of, visible_keys
 from attnlab.plan.extend_call import ExtendCall
 
 QUERY_TILE, KEY_TILE = 64, 128
@@ -115,9 +115,7 @@ def _attend(call: ExtendCall, request: int, first: int, tile: tuple[int, int, in
         scores = (q @ k.mT * spec.scale).view(*shape, KEY_TILE)
         scores = _modified(call, scores, tile, keys, part)
         scores = torch.where(visible, scores, float("-inf"))
-        top = scores.amax(-1)
-        p = torch.exp(scores - finite(top)[..., None])
-        state = merge_states(state, (top, p.sum(-1), (p.flatten(1, 2) @ v).view(*shape, spec.v_dim)))
+        state = merge_states(state, state_of(scores, v))
     _write(call, tile, rows, state)
 
 

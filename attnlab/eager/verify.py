@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnlab.eager.core import State, finite, join_sink, merge_states, modified, normalised, visible_keys
-from attnlab.eager.decode import entries_of, gathered, merged_by_owner, sweep_segments
+from attnlab.eager.core import State, join_sink, merge_states, modified, normalised, state_of, visible_keys
+from attnlab.eager.sweep import entries_of, gathered, merged_by_owner, sweep_segments
 from attnlab.plan.extend_call import VerifyCall
 from attnlab.plan.workspace import Partials
 
@@ -32,7 +32,7 @@ def verify_split(call: VerifyCall) -> None:
             kept = slice(0, rows.stop - rows.start)
             return maximum[:, kept], total[:, kept], acc[:, kept]
 
-        sweep_segments(call.lane.schedule, part, attend, width=max(call.spec.qk_dim, tile * group))
+        sweep_segments(call.lane.schedule, part, attend, width=call.spec.qk_dim + tile * group)
 
 
 def _attend(call: VerifyCall, segments: Tensor, nth: Tensor, numbers: Tensor) -> State:
@@ -69,10 +69,7 @@ def _attend(call: VerifyCall, segments: Tensor, nth: Tensor, numbers: Tensor) ->
         bit=row[:, :, None] + kv_pos[:, None, :],
     )
     visible = visible & live[:, :, None] & valid[:, None, :]
-    scores = torch.where(visible[:, :, None, :], scores, float("-inf")).flatten(1, 2)
-    maximum = scores.amax(-1)
-    p = torch.exp(scores - finite(maximum)[..., None])
-    return maximum, p.sum(-1), p @ v
+    return state_of(torch.where(visible[:, :, None, :], scores, float("-inf")).flatten(1, 2), v)
 
 
 def verify_merge(call: VerifyCall) -> None:
@@ -126,7 +123,4 @@ def _among_drafts(call: VerifyCall, k: Tensor, v: Tensor, request: int, first: i
         kv_number=number,
         bit=row[:, None] + cached + number,
     )
-    scores = torch.where(visible[:, None, :], scores, float("-inf"))
-    maximum = scores.amax(-1)
-    p = torch.exp(scores - finite(maximum)[..., None])
-    return maximum, p.sum(-1), (p.flatten(1, 2) @ v).view(*shape[:3], -1)
+    return state_of(torch.where(visible[:, None, :], scores, float("-inf")), v)

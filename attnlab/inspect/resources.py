@@ -46,7 +46,7 @@ TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-SCALARS = {"scale": "fp32", "softcap": "fp32", "k_scale": "fp32", "v_scale": "fp32"}
+SCALARS = {"scale": "fp32", "softcap": "fp32", "scale_cached": "fp32", "v_scale": "fp32"}
 TABLE = "kernel_resources.md"
 
 
@@ -242,6 +242,7 @@ def _extend_variant(shape: Shape, target: Target, *, one_pass: bool = False, mos
         ordered=not shape.masked,
         one_pass=one_pass,
         parts="all",
+        has_sinks=shape.sinks,
         has_lse=shape.sinks,
     )
     return Variant(

@@ -97,11 +97,12 @@ def extend(call: ExtendCall, *, target: Target) -> None:
         view=view,
         target=target,
         q_dtype=call.q.dtype,
-        most=queries.most,
+        most=None if call.batch_invariant else queries.most,
         masked=isinstance(queries.mask, CustomMask),
         ordered=queries.ordered,
         one_pass=call.one_pass,
         parts=call.parts,
+        has_sinks=call.sinks is not None,
         has_lse=call.lse is not None,
     )
     q = lifted(call.q, target)
@@ -129,7 +130,7 @@ def extend(call: ExtendCall, *, target: Target) -> None:
         queries.positions,
         queries.mask_indptr,
         spec.scale,
-        view.k_scale,
+        spec.scale * view.k_scale,
         view.v_scale,
         1.0 if spec.softcap is None else spec.softcap,
         bits.shape[0],
@@ -172,13 +173,12 @@ def extend_constants(
     ordered: bool,
     one_pass: bool,
     parts: str,
+    has_sinks: bool,
     has_lse: bool,
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on."""
     compute = compute_dtype(q_dtype, view.k.dtype)
-    config = ExtendConfig.choose(
-        spec, target, compute=compute, kv_dtype=view.k.dtype, masked=masked, most=None if one_pass else most
-    )
+    config = ExtendConfig.choose(spec, target, compute=compute, kv_dtype=view.k.dtype, masked=masked, most=most)
     constants: dict[str, Any] = {
         "HEADS": spec.heads,
         "GROUP": spec.group,
@@ -192,7 +192,7 @@ def extend_constants(
         "HAS_MASK": masked,
         "HAS_WINDOW": spec.sight.window is not None,
         "HAS_CHUNK": spec.sight.chunk is not None,
-        "HAS_SINKS": spec.has_sinks,
+        "HAS_SINKS": has_sinks,
         "HAS_LSE": has_lse,
     }
     return constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -218,7 +218,7 @@ def _extend_kernel(
     positions_ptr,
     mask_indptr_ptr,
     scale,
-    k_scale,
+    scale_cached,
     v_scale,
     softcap,
     num_bits,
@@ -340,7 +340,7 @@ def _extend_kernel(
         num_bits,
         window,
         chunk,
-        scale * k_scale,
+        scale_cached,
         softcap,
         aux_ptr,
         aux_stride_token,

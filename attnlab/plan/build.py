@@ -176,7 +176,7 @@ class Planner:
             )
         return ExtendPlan(
             batch=batch,
-            queries=self._queries(batch.prefix, batch.new, new, batch.mask, depth=None),
+            queries=self._queries(batch.prefix, batch.new, new, batch.mask, depth=None, ordered=True),
             lanes=tuple(lanes),
             lane_of_layer=_lane_of_layer(self.kinds),
             epoch=self.pool.epoch,
@@ -189,7 +189,9 @@ class Planner:
         new = _new_tokens(batch.prefix, batch.drafts)
         return VerifyPlan(
             batch=batch,
-            queries=self._queries(batch.prefix, batch.drafts, new, batch.mask, depth=batch.depth),
+            queries=self._queries(
+                batch.prefix, batch.drafts, new, batch.mask, depth=batch.depth, ordered=batch.ordered
+            ),
             lanes=self._split_lanes(sources, rows, new, max_ranges),
             lane_of_layer=_lane_of_layer(self.kinds),
             epoch=self.pool.epoch,
@@ -338,7 +340,9 @@ class Planner:
         index = KVIndex(indptr=extent.indptr, slots=ids, space=self.pool.table_space)
         return index.translated(self.pool.translation(layers[0].pool_layer), self.ops.translate)
 
-    def _queries(self, prefix: Lens, new: Lens, lists: _Lists, mask: Mask, *, depth: Tensor | None) -> Queries:
+    def _queries(
+        self, prefix: Lens, new: Lens, lists: _Lists, mask: Mask, *, depth: Tensor | None, ordered: bool
+    ) -> Queries:
         indptr, tokens = lists.extent.indptr, lists.capacity
         cached, counts = _held(prefix), indptr.diff()
         if tokens and prefix.count:
@@ -351,8 +355,8 @@ class Planner:
         return Queries(
             indptr=indptr,
             positions=positions,
-            ordered=depth is None,
-            most=new.bound_max,
+            ordered=ordered,
+            most=min(new.bound_max, new.bound_total),
             mask=mask,
             mask_indptr=self.ops.mask_offsets(counts, cached + counts),
         )

@@ -26,8 +26,9 @@ class ExtendCall:
     v_dim]`, all fp32, fp16 or bf16; `lse` `[tokens, heads]` fp32 or None; `sinks` `[heads]` exactly where the layer has
     them; `aux` `[tokens, heads, width]` exactly where its modifier reads one. Under MLA `v` is `k`'s first columns.
     `one_pass`: the lists hold the new tokens too, which then are read from the pool. `parts` leaves the cached or the
-    new keys out, for results that are merged by their LSE elsewhere; positions stay the same. `k` and `v` may be None
-    where the call does not read them.
+    new keys out, for results that are merged by their LSE elsewhere; positions stay the same. A part has no sink, which
+    joins once, after the merge. `k` and `v` may be None where the call does not read them. `batch_invariant`: no tile
+    may depend on what else is in the batch.
     """
 
     layer: int
@@ -44,11 +45,20 @@ class ExtendCall:
     sinks: Tensor | None = None
     aux: Tensor | None = None
     parts: Parts = "all"
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         one_of("parts", self.parts, ("all", "cached", "new"))
+        require(
+            self.parts == "all" or self.spec.cross or self.sinks is None,
+            f"parts, sinks: {self.parts!r} keys alone have no sink; pass None, and join it once after the merge",
+        )
         require(self.parts == "all" or not self.one_pass, "parts: one pass reads one list, which cannot be told apart")
-        _check(self, reads_new=self.parts != "cached" and not self.one_pass)
+        _check(
+            self,
+            reads_new=self.parts != "cached" and not self.one_pass,
+            takes_sinks=self.parts == "all" or self.spec.cross,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,10 +91,10 @@ class VerifyCall:
             kv_heads == self.spec.kv_heads,
             f"plan: deals ranges to {kv_heads} KV heads, layer {self.layer} has {self.spec.kv_heads}",
         )
-        _check(self, reads_new=self.k is not None)
+        _check(self, reads_new=self.k is not None, takes_sinks=True)
 
 
-def _check(call: ExtendCall | VerifyCall, *, reads_new: bool) -> None:
+def _check(call: ExtendCall | VerifyCall, *, reads_new: bool, takes_sinks: bool) -> None:
     """Raise unless all tensors fit the plan, the layer and each other, and what is written is read by nobody."""
     spec, tokens, device = call.spec, call.queries.positions.shape[0], call.view.k.device
     call.view.check_fits(spec)
@@ -113,5 +123,6 @@ def _check(call: ExtendCall | VerifyCall, *, reads_new: bool) -> None:
     own_memory("out", call.out, read)
     if call.lse is not None:
         own_memory("lse", call.lse, {**read, "out": call.out})
-    check_sinks(spec, call.sinks, device)
+    if takes_sinks:
+        check_sinks(spec, call.sinks, device)
     check_aux(spec, call.aux, tokens, device, hint)
