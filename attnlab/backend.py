@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnlab.batch import Batch, DecodeBatch, ExtendBatch, HostLens, VerifyBatch
-from attnlab.checks import describe, positive, require, same_device, tensor
+from attnlab.checks import describe, one_of, positive, require, same_device, tensor
 from attnlab.engines import Engine, engine_for
 from attnlab.mask import CAUSAL
 from attnlab.memory.pool import KVPool, KVView, compute_dtype
@@ -79,6 +79,7 @@ class AttentionBackend:
     ) -> None:
         positive("max_requests", max_requests)
         positive("max_drafts", max_drafts)
+        require(isinstance(deterministic, bool), f"deterministic: expected a bool, got {deterministic!r}", TypeError)
         max_tokens = pool.num_slots if max_tokens is None else positive("max_tokens", max_tokens)
         _check_parts(model, pool, table, max_requests)
         self.model, self.pool, self.table = model, pool, table
@@ -113,6 +114,14 @@ class AttentionBackend:
             v_dims={layer.attention.v_dim for layer in model.layers},
             device=pool.device,
         )
+        self._labels = {self.policy.label(self.planner.context(layers)) for layers in self.planner.kinds.values()}
+        views = [pool.view(layer.pool_layer) for layer in model.layers]
+        self._memory = {
+            x.untyped_storage().data_ptr(): "the pool" for view in views for x in (view.k, view.v) if x.numel()
+        }
+        self._memory |= {
+            x.untyped_storage().data_ptr(): "the backend's scratch" for x in self.workspace.buffers if x.numel()
+        }
 
     @overload
     def plan(self, batch: DecodeBatch) -> DecodePlan: ...
@@ -148,6 +157,7 @@ class AttentionBackend:
         """
         spec = self.model.layer(layer)
         lane = self._lane(layer, plan)
+        self._check_apart(q=q, k=k, v=v, out=out, lse=lse)
         q = _split_heads(q, spec)
         if out is None:
             out = q.new_empty(lane.splits.reqs, spec.attention.heads, spec.attention.v_dim)
@@ -208,6 +218,14 @@ class AttentionBackend:
         self._check_epoch(plan.epoch)
         spec, lane = self.model.layer(layer), plan.lane(layer)
         view, cross = self.pool.view(spec.pool_layer), spec.attention.cross
+        self._check_apart(q=q, k=k, v=v, out=out, lse=lse)
+        one_of("parts", parts, ("all", "cached", "new"))
+        if isinstance(plan, ExtendPlan):
+            words = {True: "in one pass, for a deterministic backend", False: "for a backend that is not deterministic"}
+            require(
+                plan.one_pass == self.deterministic,
+                f"plan: made {words[plan.one_pass]}; this one is {'' if self.deterministic else 'not '}deterministic",
+            )
         one_pass = isinstance(plan, ExtendPlan) and plan.one_pass and not cross
         if cross:
             require(parts != "new", f"parts: layer {layer} reads an encoder's keys alone, there are no new ones")
@@ -267,6 +285,8 @@ class AttentionBackend:
         self._check_epoch(plan.epoch)
         spec, lane = self.model.layer(layer), plan.lane(layer)
         view = self.pool.view(spec.pool_layer)
+        self._check_apart(q=q, k=k, v=v, out=out, lse=lse)
+        self._check_policy(lane)
         q = _split_heads(q, spec)
         keys, values = _new_tokens(view, lane, q, k, v, spec, read=True)
         call = VerifyCall(
@@ -319,7 +339,9 @@ class AttentionBackend:
     def _lane(self, layer: int, plan: DecodePlan) -> Lane:
         require(isinstance(plan, DecodePlan), f"plan: expected a DecodePlan, got {type(plan).__name__}", TypeError)
         self._check_epoch(plan.epoch)
-        return plan.lane(layer)
+        lane = plan.lane(layer)
+        self._check_policy(lane)
+        return lane
 
     def _check_epoch(self, epoch: int) -> None:
         require(
@@ -327,6 +349,21 @@ class AttentionBackend:
             f"plan: made for another state of the pool (epoch {epoch}, now {self.pool.epoch}): slots were freed "
             "or moved since, or the plan belongs to another backend; plan again",
         )
+
+    def _check_policy(self, lane: Lane) -> None:
+        """Raise ValueError where a deterministic backend is given ranges that another policy cut."""
+        require(
+            not self.deterministic or lane.splits.policy in self._labels,
+            f"plan: cut by policy {lane.splits.policy!r}, this deterministic backend's is {self.policy.name!r}; the "
+            "plan belongs to another backend",
+        )
+
+    def _check_apart(self, **tensors: Tensor | None) -> None:
+        """Raise ValueError where an argument lies in memory that a call writes: the pool, or the scratch."""
+        for name, x in tensors.items():
+            if isinstance(x, Tensor) and x.layout == torch.strided and x.numel():
+                there = self._memory.get(x.untyped_storage().data_ptr())
+                require(there is None, f"{name}: shares its memory with {there}, which calls write; pass a copy")
 
     def _max_ranges(self, max_requests: int, max_tokens: int) -> int:
         """Return the most ranges that a batch of so many requests and tokens can be cut into, in any lane."""
@@ -393,7 +430,10 @@ def _new_tokens(
         return None, None
     if k is None:
         return read_back(view, lane.write_slots, compute_dtype(q.dtype, view.k.dtype))
-    return k, k[..., : layer.attention.v_dim] if view.v_in_k and isinstance(k, Tensor) else v
+    if not view.v_in_k:
+        return k, v
+    keys = tensor("k", k, shape=("tokens", "kv_heads", "qk_dim"), dtype=FLOATS)
+    return keys, keys[..., : layer.attention.v_dim]
 
 
 def _check_stored(layer: int, k: Tensor | None, v: Tensor | None) -> None:
@@ -407,7 +447,7 @@ def _check_stored(layer: int, k: Tensor | None, v: Tensor | None) -> None:
 def _split_heads(q: Tensor, layer: LayerSpec) -> Tensor:
     """Return q as `[tokens, heads, qk_dim]`; servers pass heads and dimension in one axis too."""
     spec = layer.attention
-    if not isinstance(q, Tensor):
+    if not isinstance(q, Tensor) or q.dim() not in (2, 3):
         raise TypeError(f"q: expected [tokens, {spec.heads}, {spec.qk_dim}], got {describe(q)}")
     if q.dim() == 2 and q.shape[1] == spec.heads * spec.qk_dim:
         return q.view(-1, spec.heads, spec.qk_dim)

@@ -137,8 +137,15 @@ def contiguous(name: str, x: Tensor) -> Tensor:
 
 def own_memory(name: str, x: Tensor, others: dict[str, Tensor | None]) -> None:
     """Raise unless `x`, which is written, repeats no element and shares its memory with none of the others."""
-    repeats = any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
-    require(not repeats, f"{name}: is expanded, so that several results would be one element; pass {name}.contiguous()")
+    extent = 1
+    for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        overlaps = size > 1 and step < extent
+        require(
+            not overlaps,
+            f"{name}: is expanded or overlaps itself (strides {x.stride()}), so that several results would be one "
+            f"element; pass {name}.contiguous()",
+        )
+        extent += step * (size - 1)
     memory = x.untyped_storage().data_ptr()
     for other, y in others.items():
         if y is not None and x.numel() and y.numel() and y.untyped_storage().data_ptr() == memory:

@@ -66,7 +66,7 @@ BAD_CALLS: dict[str, tuple[Callable[[Stand, dict[str, object]], None], str]] = {
     ),
     "out over the pool": (
         lambda s, a: a.update(out=s.pool.view(1).k.view(-1)[:1024].view(4, 8, 32)),
-        r"out: shares its memory with the pool's keys",
+        "out: shares its memory with the pool, which calls write",
     ),
     "out and lse in one": (
         lambda s, a: a.update(

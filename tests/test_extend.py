@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnlab.batch import DecodeBatch, DeviceLens, ExtendBatch
-from attnlab.mask import CustomMask
+from attnlab.backend import AttentionBackend
+from attnlab.batch import DecodeBatch, DeviceLens, ExtendBatch, VerifyBatch
+from attnlab.mask import CAUSAL, CustomMask
 from attnlab.plan.extend_call import ExtendCall
 from tests.cases import ENGINES
 from tests.extend_cases import CASES, Case, Stand
@@ -241,3 +242,117 @@ def test_a_part_takes_no_sink() -> None:
     plan = stand.backend.plan(stand.batch)
     with pytest.raises(ValueError, match="parts, sinks: 'new' keys alone have no sink; pass None"):
         stand.backend.extend(1, *stand.new(), plan, sinks=stand.inputs.sinks, parts="new")
+
+
+@pytest.mark.parametrize("call", ["extend", "verify"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "out", "lse"])
+@pytest.mark.parametrize("memory", ["the pool", "the backend's scratch"])
+def test_no_argument_lies_in_memory_that_a_call_writes(call: str, name: str, memory: str) -> None:
+    """Another layer's part of the pool neither; keys there would be overwritten before they are read."""
+    engine, device = ENGINES[0]
+    stand = Stand(TOY.but(mask="chain", new=(9, 5, 1, 0), policy="static"), engine, device)
+    inside = stand.backend.pool.view(0).k if memory == "the pool" else stand.backend.workspace.buffers[0]
+    q, k, v = stand.new()
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "out": torch.empty_like(q), "lse": torch.empty(q.shape[:2])}
+    given[name] = inside.view(-1)[: given[name].numel()].view(given[name].shape)
+    plan = stand.backend.plan(stand.batch)
+    with pytest.raises(ValueError, match=f"{name}: shares its memory with {memory}"):
+        getattr(stand.backend, call)(1, given.pop("q"), given.pop("k"), given.pop("v"), plan, **given)
+
+
+def test_an_output_that_overlaps_itself_is_refused() -> None:
+    engine, device = ENGINES[0]
+    stand = Stand(TOY, engine, device)
+    out = torch.zeros(81 * 64, device=device).as_strided((80, 4, 32), (64, 16, 1))
+    with pytest.raises(ValueError, match="out: is expanded or overlaps itself"):
+        stand.backend.extend(1, *stand.new(), stand.backend.plan(stand.batch), out=out)
+
+
+@pytest.mark.parametrize("call", ["extend", "verify", "decode"])
+def test_a_plan_of_a_backend_that_sees_otherwise_is_refused(call: str) -> None:
+    """Over one pool, whose epoch is theirs too."""
+    engine, device = ENGINES[0]
+    stand = Stand(TOY.but(mask="chain", new=(3, 3, 3, 3)), engine, device)
+    other = Stand(stand.case.but(window=8), engine, device).backend
+    ours = stand.backend
+    foreign = AttentionBackend(
+        model=other.model,
+        pool=ours.pool,
+        table=ours.table,
+        engine=engine,
+        policy="tile",
+        max_requests=4,
+        multiprocessors=132,
+    )
+    lens = DecodeBatch.of(rows=stand.rows, lens=stand.case.lens, device=device)
+    plan: Any = foreign.plan(lens if call == "decode" else stand.batch)
+    q, k, v = (x[:4] if call == "decode" else x for x in stand.new())
+    with pytest.raises(ValueError, match="plan: its lists are for window 8, layer 1 sees all keys"):
+        getattr(ours, call)(1, q, k, v, plan)
+
+
+def test_a_deterministic_backend_takes_its_own_kind_of_plan() -> None:
+    engine, _ = ENGINES[0]
+    stand = Stand(TOY.but(mask="chain", new=(3, 3, 3, 3)), engine, "cpu")
+    ours = stand.backend
+    strict = AttentionBackend(
+        model=ours.model,
+        pool=ours.pool,
+        table=ours.table,
+        engine=engine,
+        policy="tile",
+        max_requests=4,
+        max_drafts=3,
+        multiprocessors=132,
+        deterministic=True,
+    )
+    batch = ExtendBatch.of(rows=stand.rows, prefix=stand.case.prefix, new=stand.case.new, device="cpu")
+    for given, taking, message in (
+        (strict, ours, "plan: made in one pass, for a deterministic backend; this one is not deterministic"),
+        (ours, strict, "plan: made for a backend that is not deterministic; this one is deterministic"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            taking.extend(1, *stand.new(), given.plan(batch))
+    static = AttentionBackend(
+        model=ours.model,
+        pool=ours.pool,
+        table=ours.table,
+        engine=engine,
+        policy="static",
+        max_requests=4,
+        multiprocessors=132,
+    )
+    with pytest.raises(ValueError, match="plan: cut by policy 'static.*', this deterministic backend's is 'tile.*'"):
+        strict.verify(1, *stand.new(), static.plan(stand.batch))
+
+
+@pytest.mark.parametrize("call", ["extend", "verify"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sinks": [1.0] * 4}, "sinks: expected None"),
+        ({"aux": [1]}, "aux: expected None"),
+        ({"q": torch.tensor(1.0)}, "q: expected"),
+        ({"q": [1.0]}, "q: expected"),
+    ],
+)
+def test_what_is_no_such_tensor_is_named(call: str, changes: dict[str, Any], message: str) -> None:
+    engine, device = ENGINES[0]
+    stand = Stand(TOY.but(mask="chain", new=(9, 5, 1, 0)), engine, device)
+    given: dict[str, Any] = dict(zip("qkv", stand.new(), strict=True)) | changes
+    plan = stand.backend.plan(stand.batch)
+    with pytest.raises((ValueError, TypeError), match=message):
+        getattr(stand.backend, call)(1, given.pop("q"), given.pop("k"), given.pop("v"), plan, **given)
+
+
+@engines
+def test_no_token_at_all_though_there_might_have_been(engine: str, device: str) -> None:
+    stand = Stand(TOY.but(prefix=(5, 9), new=(0, 0)), engine, device)
+    prefix, none = (
+        DeviceLens(device=torch.tensor(lens, dtype=torch.int32, device=device), bound_each=20, bound_total=total)
+        for lens, total in (((5, 9), 40), ((0, 0), 0))
+    )
+    depth = torch.zeros(0, dtype=torch.int32, device=device)
+    batch = VerifyBatch(rows=torch.tensor(stand.rows), prefix=prefix, drafts=none, depth=depth, mask=CAUSAL)
+    for attend in (stand.backend.extend, stand.backend.verify):
+        assert attend(1, *stand.new(), stand.backend.plan(batch)).shape == (0, 4, 32)

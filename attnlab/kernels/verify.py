@@ -64,7 +64,9 @@ class VerifyConfig:
             return cls(block_m=_tile(rows, 32), block_n=32, num_warps=4, num_stages=1)
         if not target.is_hopper:
             return cls(block_m=_tile(rows, 64), block_n=32, num_warps=8, num_stages=1)
-        if masked or spec.mod is not None or padded(spec.v_dim) < 64:
+        if spec.mod is not None:
+            return cls(block_m=_tile(rows, 32), block_n=32, num_warps=4, num_stages=3)
+        if masked or padded(spec.v_dim) < 64:
             return cls(block_m=_tile(rows, 32), block_n=64, num_warps=4, num_stages=3)
         # The smaller the tile of rows, the more keys a program must have on their way.
         block_m = _tile(rows, 64)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnlab.checks import describe, last_axis_contiguous, own_memory, require, same_device, tensor
 from attnlab.memory.pool import KVView
+from attnlab.plan.layout import KVLayout
 from attnlab.plan.plans import Lane
 from attnlab.plan.workspace import Partials
 from attnlab.spec import AttentionSpec
@@ -55,12 +56,21 @@ class DecodeCall:
         last_axis_contiguous("out", self.out)
         if self.lse is not None:
             tensor("lse", self.lse, shape=(reqs, spec.heads), dtype=torch.float32, device=device, hint=hint)
+        check_sinks(spec, self.sinks, device)
+        check_aux(spec, self.aux, reqs, device, hint)
+        check_sight(spec, self.lane.layout, self.layer)
         read = {"the pool's keys": self.view.k, "the pool's values": self.view.v, "sinks": self.sinks, "aux": self.aux}
         own_memory("out", self.out, read)
         if self.lse is not None:
             own_memory("lse", self.lse, {**read, "out": self.out})
-        check_sinks(spec, self.sinks, device)
-        check_aux(spec, self.aux, reqs, device, hint)
+
+
+def check_sight(spec: AttentionSpec, layout: KVLayout, layer: int) -> None:
+    """Raise unless the lists hold what the layer's queries see."""
+    require(
+        layout.sight == spec.sight,
+        f"plan: its lists are for {layout.sight}, layer {layer} sees {spec.sight}; the plan belongs to another backend",
+    )
 
 
 def check_sinks(spec: AttentionSpec, sinks: Tensor | None, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnlab.checks import last_axis_contiguous, one_of, own_memory, require, same_device, tensor
 from attnlab.memory.pool import KVView, compute_dtype
-from attnlab.plan.call import FLOATS, check_aux, check_sinks
+from attnlab.plan.call import FLOATS, check_aux, check_sight, check_sinks
 from attnlab.plan.plans import ExtendLane, Lane, Queries
 from attnlab.plan.workspace import Partials
 from attnlab.spec import AttentionSpec
@@ -118,11 +118,12 @@ def _check(call: ExtendCall | VerifyCall, *, reads_new: bool, takes_sinks: bool)
         require(same, f"k, v: expected the dtype of q, {call.q.dtype}, got {got}", TypeError)
     if call.lse is not None:
         tensor("lse", call.lse, shape=(tokens, spec.heads), dtype=torch.float32, device=device, hint=hint)
+    if takes_sinks:
+        check_sinks(spec, call.sinks, device)
+    check_aux(spec, call.aux, tokens, device, hint)
+    check_sight(spec, call.lane.layout, call.layer)
     read: dict[str, Tensor | None] = {"the pool's keys": call.view.k, "the pool's values": call.view.v}
     read |= {"q": call.q, "k": call.k, "v": call.v, "sinks": call.sinks, "aux": call.aux}
     own_memory("out", call.out, read)
     if call.lse is not None:
         own_memory("lse", call.lse, {**read, "out": call.out})
-    if takes_sinks:
-        check_sinks(spec, call.sinks, device)
-    check_aux(spec, call.aux, tokens, device, hint)

@@ -84,7 +84,12 @@ class Workspace:
             sum=state[1, :rows].view(count, group),
         )
 
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """All that was allocated."""
+        return (*self._acc.values(), *self._state.values())
+
     def fill(self, value: float) -> None:
         """Fill all scratch with a value; tests use NaN."""
-        for buffer in (*self._acc.values(), *self._state.values()):
+        for buffer in self.buffers:
             buffer.fill_(value)
