@@ -11,10 +11,14 @@ from attnlab.assets import data_path
 from attnlab.engines import engine_for
 from attnlab.mask import CAUSAL, CustomMask, Mask
 from attnlab.memory.pool import KVView
-from attnlab.plan.extend_call import ExtendCall
+from attnlab.plan.extend_call import ExtendCall, VerifyCall
 from attnlab.plan.index import KVIndex
 from attnlab.plan.layout import KVLayout
-from attnlab.plan.plans import ExtendLane, Queries
+from attnlab.plan.plans import ExtendLane, Lane, Queries
+from attnlab.plan.policy import SplitBounds, SplitSizes
+from attnlab.plan.schedule import Schedule
+from attnlab.plan.splits import splits_of_sizes
+from attnlab.plan.workspace import Workspace
 from attnlab.spec import AttentionSpec
 from tests.cases import ENGINES
 from tests.tolerances import GOLDEN
@@ -29,6 +33,7 @@ EXTEND = [
     "extend_window_mask_offsets_skip",
 ]
 UNIFIED = ["unified_causal", "unified_custom_mask", "unified_xai"]
+VERIFY = "verify_splitkv"
 engines = pytest.mark.parametrize(("engine", "device"), ENGINES, ids=[name for name, _ in ENGINES])
 
 
@@ -119,6 +124,32 @@ class Golden:
             parts=parts,  # type: ignore[arg-type]
         )
 
+    def verify_call(self, out: Tensor, lse: Tensor | None, *, splits: int) -> VerifyCall:
+        """The same call over split lists."""
+        of, reqs = self.call(out, lse), self.new.shape[0]
+        lens = self.indptr.diff()
+        cut = splits_of_sizes(
+            SplitSizes.of_counts(lens, torch.full_like(lens, splits)),
+            lens,
+            policy="static",
+            bounds=SplitBounds(max_ranges=splits, min_size=32),
+            total=self.slots.shape[0],
+        )
+        spec, most = of.spec, of.queries.most
+        lane = Lane(
+            layout=of.lane.layout,
+            write_slots=of.lane.write_slots,
+            splits=cut,
+            schedule=Schedule.one_range_a_program(cut, kv_heads=spec.kv_heads),
+        )
+        work = Workspace(
+            max_ranges=reqs * splits, max_drafts=most, heads=spec.heads, v_dims={spec.v_dim}, device=out.device
+        )
+        work.fill(float("nan"))
+        partials = work.partials(count=lane.schedule.partials, group=spec.group * most, v_dim=spec.v_dim)
+        shared = {name: getattr(of, name) for name in ("layer", "view", "queries", "q", "k", "v", "sinks")}
+        return VerifyCall(spec=spec, lane=lane, partials=partials, out=out, lse=lse, **shared)
+
     def run(self, engine: str, device: str) -> tuple[Tensor, Tensor]:
         out = torch.full_like(self.arrays["out"], float("nan"))
         lse = torch.full(out.shape[:2], float("nan"), device=device)
@@ -156,7 +187,18 @@ def test_the_originals_other_temperature_is_not_ours(engine: str, device: str) -
 @engines
 def test_verify_gives_what_the_originals_extend_gave(engine: str, device: str) -> None:
     """Its split verify kernel gives NaN for a request without a prefix; the file holds both."""
-    golden = Golden("verify_splitkv", device)
+    golden = Golden(VERIFY, device)
     out, _ = golden.run(engine, device)
     torch.testing.assert_close(out, golden.arrays["out_extend_attention"], **GOLDEN)
     assert bool(golden.arrays["out"][:3].isnan().all())
+
+
+@engines
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("name", [*(name for name in EXTEND if "skip_e" not in name and "skip_p" not in name), VERIFY])
+def test_splits_give_the_original_results(name: str, splits: int, engine: str, device: str) -> None:
+    golden = Golden(name, device)
+    out = torch.full_like(golden.arrays["out"], float("nan"))
+    engine_for(engine, device).verify(golden.verify_call(out, None, splits=splits))
+    want = "out_extend_attention" if name == VERIFY else "out"
+    torch.testing.assert_close(out, golden.arrays[want], **GOLDEN)
