@@ -109,8 +109,8 @@ class AttentionSpec:
     `window` counts visible keys, the query's own included. `causal=False`: tokens that come together see each other
     both ways, as in an encoder, or a decoder whose prompts come whole: an earlier chunk does not see a later one.
     `temperature_len` T multiplies the scores of a query at position p > T by log2(p) / log2(T). `has_sinks`: one logit
-    per query head joins the softmax denominator. `cross`: its keys are an encoder's, all of which every query sees; it is not causal, and has no positions to speak
-    of.
+    per query head joins the softmax denominator. `cross`: its keys are an encoder's, all of which every query sees; it
+    is not causal, and has no positions to speak of.
 
     >>> spec = AttentionSpec(heads=9, kv_heads=3, qk_dim=64, v_dim=64, scale=0.125)
     >>> spec.group
