@@ -26,6 +26,19 @@ def load_tile(rows, mask_rows, FIRST: tl.constexpr, BLOCK: tl.constexpr, DIM: tl
 
 
 @jit
+def load_queries(
+    rows, mask_rows, QK_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """The main columns of queries, and the other ones where there are any (BLOCK_R is not 0)."""
+    q = load_tile(rows, mask_rows, 0, BLOCK_D, QK_DIM, COMPUTE)
+    if BLOCK_R > 0:
+        q_rest = load_tile(rows, mask_rows, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE)
+    else:
+        q_rest = q
+    return q, q_rest
+
+
+@jit
 def dots(q, k, PACKED: tl.constexpr):
     """[rows, keys] dot products: on tensor cores for a packed group, elementwise for a single query head."""
     if PACKED:
@@ -222,6 +235,27 @@ def attend_tile(
     acc = acc * fade[:, None] + weighted_sum(p, v, PACKED, BLOCK_N)
     running_sum = running_sum * fade + tl.sum(p, 1)
     return new_max, running_sum, acc
+
+
+@jit
+def store_states(
+    state,
+    running_max,
+    running_sum,
+    acc,
+    max_ptr,
+    sum_ptr,
+    acc_ptr,
+    mask_rows,
+    V_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Leave softmax states, unnormalised: no logarithm, no division, nothing undefined where nothing was seen."""
+    offs_v = tl.arange(0, BLOCK_V)
+    tl.store(max_ptr + state, running_max, mask=mask_rows)
+    tl.store(sum_ptr + state, running_sum, mask=mask_rows)
+    cells = acc_ptr + state[:, None] * V_DIM + offs_v[None, :]
+    tl.store(cells, acc, mask=mask_rows[:, None] & (offs_v < V_DIM)[None, :])
 
 
 @jit

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attnlab._triton import device_clock, jit, multiprocessor, release_dependents, tl, wait_for_earlier
-from attnlab.kernels.core import attend_tile, finite_or_zero, join_sink, load_tile, slot_offsets
+from attnlab.kernels.core import attend_tile, finite_or_zero, join_sink, load_queries, slot_offsets, store_states
 from attnlab.kernels.launch import lifted, merge_options, padded, slot_stride, tile_constants, written
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView, compute_dtype
@@ -236,11 +236,7 @@ def _decode_split_kernel(
     mask_h = member < GROUP
     head = kv_head * GROUP + member
     q_rows = q_ptr + req * q_stride_token + head.to(tl.int64) * q_stride_head
-    q = load_tile(q_rows, mask_h, 0, BLOCK_D, QK_DIM, COMPUTE)
-    if BLOCK_R > 0:
-        q_rest = load_tile(q_rows, mask_h, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE)
-    else:
-        q_rest = q
+    q, q_rest = load_queries(q_rows, mask_h, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
 
     # 3. My keys, a tile at a time, with the softmax state of all tiles so far.
     running_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
@@ -284,13 +280,9 @@ def _decode_split_kernel(
             COMPUTE,
         )
 
-    # 4. Leave the state, unnormalised: no logarithm, no division, nothing undefined where nothing was seen.
+    # 4. Leave the state.
     state = partial * GROUP + member
-    offs_v = tl.arange(0, BLOCK_V)
-    tl.store(max_ptr + state, running_max, mask=mask_h)
-    tl.store(sum_ptr + state, running_sum, mask=mask_h)
-    cells = acc_ptr + state[:, None] * V_DIM + offs_v[None, :]
-    tl.store(cells, acc, mask=mask_h[:, None] & (offs_v < V_DIM)[None, :])
+    store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_h, V_DIM, BLOCK_V)
     if PDL:
         release_dependents()
     if TIMES:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from attnlab._triton import jit, tl
-from attnlab.kernels.core import first_visible, join_sink, load_tile, write_rows
+from attnlab.kernels.core import first_visible, join_sink, load_queries, write_rows
 from attnlab.kernels.launch import lifted, padded, slot_stride, tile_constants, written
 from attnlab.kernels.sweep import attend_list, attend_new
 from attnlab.kernels.target import Target
@@ -283,11 +283,7 @@ def _extend_kernel(
     token = first_token + q_number
     q_pos = tl.load(positions_ptr + token, mask=mask_m, other=0)
     q_rows = q_ptr + token * q_stride_token + head.to(tl.int64) * q_stride_head
-    q = load_tile(q_rows, mask_m, 0, BLOCK_D, QK_DIM, COMPUTE)
-    if BLOCK_R > 0:
-        q_rest = load_tile(q_rows, mask_m, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE)
-    else:
-        q_rest = q
+    q, q_rest = load_queries(q_rows, mask_m, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
 
     # 2. Its keys: a list of cached ones, which in one pass holds the new ones too.
     list_start = tl.load(indptr_ptr + req)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnlab._triton import jit, tl
-from attnlab.kernels.core import load_tile, score_tile, slot_offsets
+from attnlab.kernels.core import load_queries, load_tile, score_tile, slot_offsets
 from attnlab.kernels.decode import head_tiles, split_constants
 from attnlab.kernels.launch import lifted, slot_stride
 from attnlab.kernels.target import Target
@@ -122,10 +122,7 @@ def _decode_scores_kernel(
     q_rows = q_ptr + req * q_stride_token + head * q_stride_head
     slots = tl.load(slots_ptr + list_start + entry, mask=mask_n, other=0)
     k_rows = k_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE) + kv_head * k_stride_head
-    q = load_tile(q_rows, mask_h, 0, BLOCK_D, QK_DIM, COMPUTE)
-    q_rest = q
-    if BLOCK_R > 0:
-        q_rest = load_tile(q_rows, mask_h, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE)
+    q, q_rest = load_queries(q_rows, mask_h, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
     scores = score_tile(
         q,
         q_rest,

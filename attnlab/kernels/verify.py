@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attnlab._triton import jit, release_dependents, tl, wait_for_earlier
-from attnlab.kernels.core import first_visible, join_sink, load_tile, merge_states, write_rows
+from attnlab.kernels.core import first_visible, join_sink, load_queries, merge_states, store_states, write_rows
 from attnlab.kernels.launch import lifted, merge_options, padded, slot_stride, tile_constants, written
 from attnlab.kernels.sweep import attend_list, attend_new
 from attnlab.kernels.target import Target
@@ -347,11 +347,7 @@ def _verify_split_kernel(
     token = first_token + q_number
     q_pos = tl.load(positions_ptr + token, mask=mask_m, other=0)
     q_rows = q_ptr + token * q_stride_token + head * q_stride_head
-    q = load_tile(q_rows, mask_m, 0, BLOCK_D, QK_DIM, COMPUTE)
-    if BLOCK_R > 0:
-        q_rest = load_tile(q_rows, mask_m, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE)
-    else:
-        q_rest = q
+    q, q_rest = load_queries(q_rows, mask_m, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
 
     # 2. My keys, a tile at a time. All are behind every draft: window, chunk and mask alone can hide them.
     list_start = tl.load(indptr_ptr + req)
@@ -415,13 +411,9 @@ def _verify_split_kernel(
         HAS_CHUNK,
     )
 
-    # 3. Leave the states, unnormalised.
+    # 3. Leave the states.
     state = partial * rows + row
-    offs_v = tl.arange(0, BLOCK_V)
-    tl.store(max_ptr + state, running_max, mask=mask_m)
-    tl.store(sum_ptr + state, running_sum, mask=mask_m)
-    cells = acc_ptr + state[:, None] * V_DIM + offs_v[None, :]
-    tl.store(cells, acc, mask=mask_m[:, None] & (offs_v < V_DIM)[None, :])
+    store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_m, V_DIM, BLOCK_V)
     if PDL:
         release_dependents()
 
@@ -526,11 +518,7 @@ def _verify_merge_kernel(
     if READ_NEW:
         q_pos = tl.load(positions_ptr + token, mask=mask_m, other=0)
         q_rows = q_ptr + token * q_stride_token + head * q_stride_head
-        q = load_tile(q_rows, mask_m, 0, BLOCK_D, QK_DIM, COMPUTE)
-        if BLOCK_R > 0:
-            q_rest = load_tile(q_rows, mask_m, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE)
-        else:
-            q_rest = q
+        q, q_rest = load_queries(q_rows, mask_m, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
         list_start = tl.load(indptr_ptr + req)
         cached = tl.load(start_ptr + req) + tl.load(indptr_ptr + req + 1) - list_start
         bits_row = q_number.to(tl.int64) * (cached + drafts)
