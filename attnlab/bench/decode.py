@@ -99,10 +99,11 @@ def measure(shape: DecodeShape, policy: str, *, checked: int = 2) -> DecodeTime:
         off = float((out[row].double() - want).abs().max())
         require(math.isfinite(off), f"decode under {policy!r} gave numbers that are not finite", RuntimeError)
         error = max(error, off)
-    return DecodeTime(policy=policy, time_us=_graph_time_us(call), max_error=error)
+    return DecodeTime(policy=policy, time_us=graph_time_us(call), max_error=error)
 
 
-def _graph_time_us(call: Callable[[], None]) -> float:
+def graph_time_us(call: Callable[[], None]) -> float:
+    """Return the median time of a call, replayed from a CUDA graph. It must have run before."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
