@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from attnlab.plan.policy import split_policy as split_policy
     from attnlab.plots.show import show as show
     from attnlab.spec import AttentionSpec as AttentionSpec
+    from attnlab.spec import LayerSpec as LayerSpec
     from attnlab.spec import ModelSpec as ModelSpec
     from attnlab.spec import ScoreMod as ScoreMod
     from attnlab.trace import Trace as Trace
@@ -62,6 +63,7 @@ _HOME = {
     "Scores": "inspect.record",
     "Trace": "trace",
     "AttentionSpec": "spec",
+    "LayerSpec": "spec",
     "ModelSpec": "spec",
     "ScoreMod": "spec",
     "HostLens": "batch",

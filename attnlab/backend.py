@@ -130,7 +130,10 @@ class AttentionBackend:
     @overload
     def plan(self, batch: VerifyBatch) -> VerifyPlan: ...
     def plan(self, batch: Batch) -> Plan:
-        """Return the plan of a step; raise before any list is gathered where the batch cannot be served."""
+        """Return the plan of a step; raise before any list is gathered where the batch cannot be served.
+
+        It is of that step alone: after tokens were appended, plan again.
+        """
         return self.planner.build(batch, max_ranges=self.workspace.max_ranges)
 
     @torch.no_grad()
@@ -205,10 +208,11 @@ class AttentionBackend:
         """Store the new tokens' K and V, then attend with each of them; return `[tokens, heads, v_dim]`.
 
         `q` is `[tokens, heads, qk_dim]` (or 2-D, heads and dim in one), `k` and `v` `[tokens, kv_heads, dim]`, all of
-        one dtype and finite; under MLA `v` is None. With `k` and `v` both None what the pool holds for the new tokens
-        is read back; layers that read an encoder's keys take none, and the plan's mask does not speak of these. With
-        `save=False` nothing is stored, which a plan in one pass, that reads everything from the pool, refuses where `k`
-        is given. `out` and `lse` (natural log, fp32 `[tokens, heads]`, the sink included) are filled where given.
+        one dtype, and finite, which alone is not checked; under MLA `v` is None. With `k` and `v` both None what the
+        pool holds for the new tokens is read back; layers that read an encoder's keys take none, and the plan's mask
+        does not speak of these. With `save=False` nothing is stored, which a plan in one pass, that reads everything
+        from the pool, refuses where `k` is given. `out` and `lse` (natural log, fp32 `[tokens, heads]`, the sink
+        included) are filled where given.
         `parts` attends to the "cached" or the "new" keys alone, without the sink, to be merged by LSE elsewhere. Rows
         beyond the live tokens of a plan whose lengths only the device knows are left as they are. A VerifyPlan is
         served too, without splits. Everything is checked first: on an error nothing was stored.
@@ -313,7 +317,10 @@ class AttentionBackend:
         return call.out
 
     def forward(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, plan: Plan, **options: Any) -> Tensor:
-        """Attend as the plan says: the one place where a path is chosen. `options` are those of the path's method."""
+        """Attend as the plan says: the one place where a path is chosen.
+
+        `options` are those of the method that serves the plan: `decode`, `verify` (which needs `max_drafts`), `extend`.
+        """
         match plan:
             case DecodePlan():  # one query a request: splits, then a merge
                 return self.decode(layer, q, k, v, plan, **options)

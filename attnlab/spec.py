@@ -168,7 +168,10 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer that keeps keys and values: its number in the model, its attention, its place in the pool."""
+    """One layer that keeps keys and values: its number in the model, its attention, its place in the pool.
+
+    Places count from 0. Layers of one place share their keys and values.
+    """
 
     index: int
     attention: AttentionSpec
@@ -198,6 +201,9 @@ class ModelSpec:
     def __post_init__(self) -> None:
         positive("context_len", self.context_len)
         positive("page_size", self.page_size)
+        for layer in self.layers:
+            got = f"layers: expected a LayerSpec each, got {type(layer).__name__}; ModelSpec.uniform makes equal ones"
+            require(isinstance(layer, LayerSpec), got, TypeError)
         for layer in self.layers:
             sight = layer.attention.sight
             require(

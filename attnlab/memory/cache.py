@@ -72,8 +72,10 @@ class PagedCache:
     def accept(self, row: int, *, prefix: int, path: Sequence[int]) -> None:
         """Keep the drafts of `path`, after a verify of the tokens at positions `prefix` and up, and drop the others.
 
-        `path` are numbers of drafts from the root, 0, downwards; none rejects all. Their rows move to positions
-        `prefix`, `prefix + 1`, ... in every layer, and the request ends there.
+        It comes after the verify of the last layer. `prefix` is the length before the drafts, as in the batch; `path`
+        are numbers of drafts from the root, 0, downwards (they are not checked against a tree, which nobody here
+        knows); none rejects all. Their rows move to positions `prefix`, `prefix + 1`, ... in every layer, and the
+        request ends there.
         """
         length = self.table.length(row)
         check_count("prefix", prefix)
