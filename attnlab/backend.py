@@ -212,10 +212,10 @@ class AttentionBackend:
         pool holds for the new tokens is read back; layers that read an encoder's keys take none, and the plan's mask
         does not speak of these. With `save=False` nothing is stored, which a plan in one pass, that reads everything
         from the pool, refuses where `k` is given. `out` and `lse` (natural log, fp32 `[tokens, heads]`, the sink
-        included) are filled where given.
-        `parts` attends to the "cached" or the "new" keys alone, without the sink, to be merged by LSE elsewhere. Rows
-        beyond the live tokens of a plan whose lengths only the device knows are left as they are. A VerifyPlan is
-        served too, without splits. Everything is checked first: on an error nothing was stored.
+        included) are filled where given. `parts` attends to the "cached" or the "new" keys alone, without the sink, to
+        be merged by LSE elsewhere. Rows beyond the live tokens of a plan whose lengths only the device knows are left
+        as they are. A VerifyPlan is served too, without splits. Everything is checked first: on an error nothing was
+        stored.
         """
         several = isinstance(plan, ExtendPlan | VerifyPlan)
         require(several, f"plan: expected an ExtendPlan or VerifyPlan, got {type(plan).__name__}", TypeError)
@@ -224,16 +224,13 @@ class AttentionBackend:
         view, cross = self.pool.view(spec.pool_layer), spec.attention.cross
         self._check_apart(q=q, k=k, v=v, out=out, lse=lse)
         one_of("parts", parts, ("all", "cached", "new"))
-        if isinstance(plan, ExtendPlan):
-            words = {True: "in one pass, for a deterministic backend", False: "for a backend that is not deterministic"}
-            require(
-                plan.one_pass == self.deterministic,
-                f"plan: made {words[plan.one_pass]}; this one is {'' if self.deterministic else 'not '}deterministic",
-            )
-        one_pass = isinstance(plan, ExtendPlan) and plan.one_pass and not cross
+        one_pass = isinstance(plan, ExtendPlan) and plan.one_pass
+        if isinstance(plan, ExtendPlan) and one_pass != self.deterministic:
+            made = "in one pass, for a deterministic backend" if one_pass else "for a backend that is not deterministic"
+            raise ValueError(f"plan: made {made}; this one is {'' if self.deterministic else 'not '}deterministic")
         if cross:
             require(parts != "new", f"parts: layer {layer} reads an encoder's keys alone, there are no new ones")
-            parts = "cached"
+            parts, one_pass = "cached", False
         require(
             save or k is None or not one_pass,
             "save: a plan in one pass reads the new tokens from the pool; pass save=True, or None for k and v",
@@ -401,9 +398,10 @@ def _check_parts(model: ModelSpec, pool: KVPool, table: RequestTable, max_reques
 
 
 def _rows_for(q: Tensor, spec: AttentionSpec, plan: ExtendPlan | VerifyPlan) -> Tensor:
-    """Return memory for the output. Where only the device knows the lengths no query may come for the last rows."""
+    """Return memory for the output. Where only the device knows rows or lengths no query may come for the last ones."""
     new = plan.batch.new if isinstance(plan, ExtendPlan) else plan.batch.drafts
-    make = q.new_empty if isinstance(new, HostLens) else q.new_zeros
+    known = isinstance(new, HostLens) and plan.batch.rows.device.type == "cpu"
+    make = q.new_empty if known else q.new_zeros
     return make(q.shape[0], spec.heads, spec.v_dim)
 
 

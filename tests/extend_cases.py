@@ -275,7 +275,8 @@ class Stand:
         cached = kept(x, scale, self.case.kv_dtype)
         if self.case.one_pass and not self.case.verifies:
             return cached
-        came = cached.to(self.case.dtype) if self.case.read_back else x
+        q, kv = self.case.dtype, self.case.kv_dtype
+        came = cached.to(q if kv == FP8 else torch.promote_types(q, kv)) if self.case.read_back else x
         return torch.cat([cached[:prefix], came[prefix:].double()])
 
     def expected(self) -> tuple[Tensor, Tensor]:

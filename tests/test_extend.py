@@ -356,3 +356,17 @@ def test_no_token_at_all_though_there_might_have_been(engine: str, device: str) 
     batch = VerifyBatch(rows=torch.tensor(stand.rows), prefix=prefix, drafts=none, depth=depth, mask=CAUSAL)
     for attend in (stand.backend.extend, stand.backend.verify):
         assert attend(1, *stand.new(), stand.backend.plan(batch)).shape == (0, 4, 32)
+
+
+@engines
+@pytest.mark.parametrize("call", ["extend", "verify"])
+def test_what_is_read_back_keeps_the_range_of_its_pool(engine: str, device: str, call: str) -> None:
+    """bfloat16 values that float16, the queries' type, cannot hold."""
+    case = TOY.but(prefix=(0,), new=(2,), mask="chain", read_back=True, dtype=torch.float16, kv_dtype=torch.bfloat16)
+    stand = Stand(case, engine, device)
+    slots = stand.backend.table.slots_of(stand.rows[0]).long()
+    far = torch.tensor([131072.0, -131072.0], device=device).view(2, 1, 1).expand(2, 2, 32)
+    stand.backend.pool.write(1, slots, torch.zeros(2, 2, 32, device=device), far.contiguous())
+    out = torch.empty(2, 4, 32, device=device)
+    getattr(stand.backend, call)(1, stand.new()[0], None, None, stand.backend.plan(stand.batch), out=out)
+    assert bool((out[0] == 131072.0).all()) and bool((out[1] == 0).all())

@@ -14,10 +14,9 @@ import torch
 
 from attnlab._triton import jit, tl
 from attnlab.kernels.core import first_visible, join_sink, load_queries, write_rows
-from attnlab.kernels.launch import lifted, padded, slot_stride, tile_constants, written
+from attnlab.kernels.launch import lifted, padded, sight_constants, slot_stride, tile_constants, written
 from attnlab.kernels.sweep import attend_list, attend_new
 from attnlab.kernels.target import Target
-from attnlab.mask import CustomMask
 from attnlab.memory.pool import FP8, KVView, compute_dtype
 from attnlab.plan.extend_call import ExtendCall
 from attnlab.spec import AttentionSpec
@@ -98,7 +97,7 @@ def extend(call: ExtendCall, *, target: Target) -> None:
         target=target,
         q_dtype=call.q.dtype,
         most=None if call.batch_invariant else queries.most,
-        masked=isinstance(queries.mask, CustomMask),
+        masked=queries.bits is not None,
         ordered=queries.ordered,
         one_pass=call.one_pass,
         parts=call.parts,
@@ -110,7 +109,7 @@ def extend(call: ExtendCall, *, target: Target) -> None:
     k_new, v_new = (q if x is None else lifted(x, target) for x in (call.k, call.v))
     rows = written(call.out, target)
     lse, sinks, bias = (q if x is None else x for x in (call.lse, call.sinks, call.aux))
-    bits = queries.mask.bits if isinstance(queries.mask, CustomMask) else layout.start
+    bits = layout.start if queries.bits is None else queries.bits
     _extend_kernel[(spec.heads * -(-queries.most // constants["BLOCK_M"]), reqs)](
         q,
         k_new,
@@ -189,9 +188,7 @@ def extend_constants(
         "READ_NEW": not one_pass and parts != "cached",
         "ORDERED": ordered,
         "CAUSAL": spec.sight.causal,
-        "HAS_MASK": masked,
-        "HAS_WINDOW": spec.sight.window is not None,
-        "HAS_CHUNK": spec.sight.chunk is not None,
+        **sight_constants(spec, masked=masked),
         "HAS_SINKS": has_sinks,
         "HAS_LSE": has_lse,
     }

@@ -56,6 +56,12 @@ def tile_constants(
     }
 
 
+def sight_constants(spec: AttentionSpec, *, masked: bool) -> dict[str, bool]:
+    """Return the compile-time arguments that say what can hide a cached key."""
+    sight = spec.sight
+    return {"HAS_MASK": masked, "HAS_WINDOW": sight.window is not None, "HAS_CHUNK": sight.chunk is not None}
+
+
 def slot_stride(view: KVView, x: Tensor) -> int:
     """Return the elements between two slots of a view's `k` or `v`, within a page or, with one slot a page, between."""
     return x.stride(0) if view.page_size == 1 else x.stride(-3)

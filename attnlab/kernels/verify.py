@@ -15,10 +15,9 @@ import torch
 
 from attnlab._triton import jit, release_dependents, tl, wait_for_earlier
 from attnlab.kernels.core import first_visible, join_sink, load_queries, merge_states, store_states, write_rows
-from attnlab.kernels.launch import lifted, merge_options, padded, slot_stride, tile_constants, written
+from attnlab.kernels.launch import lifted, merge_options, padded, sight_constants, slot_stride, tile_constants, written
 from attnlab.kernels.sweep import attend_list, attend_new
 from attnlab.kernels.target import Target
-from attnlab.mask import CustomMask
 from attnlab.memory.pool import FP8, KVView, compute_dtype
 from attnlab.plan.extend_call import VerifyCall
 from attnlab.spec import AttentionSpec
@@ -103,11 +102,11 @@ def verify_split(call: VerifyCall, *, target: Target) -> None:
         target=target,
         q_dtype=call.q.dtype,
         rows=None if call.batch_invariant else rows,
-        masked=isinstance(queries.mask, CustomMask),
+        masked=queries.bits is not None,
     )
     q = lifted(call.q, target)
     bias = q if call.aux is None else call.aux  # any tensor will do where no modifier reads it
-    bits = queries.mask.bits if isinstance(queries.mask, CustomMask) else lane.layout.start
+    bits = lane.layout.start if queries.bits is None else queries.bits
     _verify_split_kernel[(segments, -(-rows // constants["BLOCK_M"]))](
         q,
         view.k,
@@ -165,7 +164,7 @@ def verify_merge(call: VerifyCall, *, target: Target) -> None:
         target=target,
         q_dtype=call.q.dtype,
         ordered=queries.ordered,
-        masked=isinstance(queries.mask, CustomMask),
+        masked=queries.bits is not None,
         read_new=call.k is not None,
         has_lse=call.lse is not None,
     )
@@ -174,7 +173,7 @@ def verify_merge(call: VerifyCall, *, target: Target) -> None:
     k, v = (q if x is None else lifted(x, target) for x in (call.k, call.v))
     rows = written(call.out, target)
     lse, sinks, bias = (q if x is None else x for x in (call.lse, call.sinks, call.aux))
-    bits = queries.mask.bits if isinstance(queries.mask, CustomMask) else lane.layout.start
+    bits = lane.layout.start if queries.bits is None else queries.bits
     _verify_merge_kernel[(reqs * spec.kv_heads, -(-queries.most * spec.group // MERGE_BLOCK_M))](
         q,
         k,
@@ -236,9 +235,7 @@ def verify_constants(
         "GROUP": spec.group,
         "BLOCK_M": config.block_m,
         **tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n),
-        "HAS_MASK": masked,
-        "HAS_WINDOW": spec.sight.window is not None,
-        "HAS_CHUNK": spec.sight.chunk is not None,
+        **sight_constants(spec, masked=masked),
         "PDL": target.has_pdl,
     }
     return constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -267,9 +264,7 @@ def verify_merge_constants(
         "READ_NEW": read_new,
         "ORDERED": ordered,
         "CAUSAL": spec.sight.causal,
-        "HAS_MASK": masked,
-        "HAS_WINDOW": spec.sight.window is not None,
-        "HAS_CHUNK": spec.sight.chunk is not None,
+        **sight_constants(spec, masked=masked),
         "HAS_SINKS": spec.has_sinks,
         "HAS_LSE": has_lse,
         "PDL": target.has_pdl,

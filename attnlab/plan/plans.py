@@ -144,6 +144,11 @@ class Queries:
     mask: Mask
     mask_indptr: Int[Tensor, " reqs_1"]
 
+    @property
+    def bits(self) -> Tensor | None:
+        """The bits of a custom mask; None where causality decides."""
+        return self.mask.bits if isinstance(self.mask, CustomMask) else None
+
     def validate(self, prefix: Lens, new: Lens) -> None:
         """Read all tensors (waits for the device); raise ValueError where any of them is inconsistent."""
         for lens in (prefix, new):
