@@ -373,7 +373,7 @@ class AttentionBackend:
         """Return the most ranges that a batch of so many requests and tokens can be cut into, in any lane."""
         most = 1
         for kind, layers in self.planner.kinds.items():
-            longest = self.planner.longest(kind.sight)
+            longest = self.planner.admission.longest(kind.sight)
             bound = min(longest, kind.sight.span or longest)
             bounds = self.policy.bounds(bound_max=bound, ctx=self.planner.context(layers))
             most = max(most, bounds.capacity(reqs=max_requests, total=min(max_requests * bound, max_tokens)))

@@ -15,11 +15,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnlab.batch import B, Batch, DecodeBatch, Encoder, ExtendBatch, HostLens, Lens, VerifyBatch, lens_of, owned
-from attnlab.checks import describe, require, same_device
+from attnlab.batch import B, Batch, DecodeBatch, Encoder, ExtendBatch, Lens, VerifyBatch, lens_of, owned
+from attnlab.checks import require
 from attnlab.mask import Mask
 from attnlab.memory.pool import KVPool
 from attnlab.memory.requests import RequestTable
+from attnlab.plan.admission import Admission, Kind
 from attnlab.plan.index import KVIndex
 from attnlab.plan.layout import Extent, KVLayout, seen, together
 from attnlab.plan.ops import PlanOps
@@ -31,14 +32,6 @@ from attnlab.spec import LayerSpec, ModelSpec, Sight
 
 ONE_PASS_TILE = 128
 """Lists that a one-pass extend sweeps begin at a multiple of so many positions: the widest tile of keys."""
-
-
-class Kind(NamedTuple):
-    """What layers that share a lane have in common."""
-
-    kv_heads: int
-    sight: Sight
-    space: str
 
 
 class _Source(NamedTuple):
@@ -72,6 +65,11 @@ class Planner:
 
         `max_ranges` is what the scratch holds, where the plan is to be run: a batch that may need more is refused.
         """
+        self.admission.check(batch)
+        return self.make(batch, max_ranges=max_ranges)
+
+    def make(self, batch: Batch, *, max_ranges: int | None = None) -> Plan:
+        """Return the plan of a batch that was checked. All of it is work of the device, which a CUDA graph can hold."""
         match batch:
             case DecodeBatch():
                 return self._decode(self._taken(batch), max_ranges)
@@ -79,36 +77,25 @@ class Planner:
                 return self._extend(self._taken(batch))
             case VerifyBatch():
                 return self._verify(self._taken(batch), max_ranges)
-            case _:
-                raise TypeError(f"batch: expected a DecodeBatch, ExtendBatch or VerifyBatch, got {describe(batch)}")
 
     def _taken(self, batch: B) -> B:
         """Return the batch in memory of its own. Rows on the device that are none of the table's become padding."""
-        self._check_encoder(batch.encoder)
         batch = owned(batch)
         self._pad(batch.rows, lens_of(batch))
         if batch.encoder is not None:
             self._pad(batch.encoder.rows, [batch.encoder.lens])
         return batch
 
-    def _check_encoder(self, encoder: Encoder | None) -> None:
-        """Raise ValueError unless the batch has an encoder exactly where the model has layers that read one."""
-        cross, name = self.model.cross, self.model.name
-        require(
-            encoder is None or bool(cross),
-            f"encoder: no layer of model {name!r} reads an encoder's keys (has `cross`), got one; leave it away",
-        )
-        require(
-            encoder is not None or not cross,
-            f"encoder: layer {', '.join(map(str, cross[:4]))} of model {name!r} reads an encoder's keys, the batch has "
-            "none; pass encoder=Encoder.of(rows=..., lens=..., device=...), one row a request",
-        )
-
     def _pad(self, rows: Tensor, lengths: Sequence[Lens]) -> None:
         if rows.device.type != "cpu":
             inside = (rows >= 0) & (rows < self.table.max_requests)
             for lens in lengths:
                 lens.device.mul_(inside)
+
+    @cached_property
+    def admission(self) -> Admission:
+        """What the host can tell of a batch."""
+        return Admission(model=self.model, pool=self.pool, table=self.table, kinds=self.kinds)
 
     @cached_property
     def kinds(self) -> dict[Kind, list[LayerSpec]]:
@@ -118,11 +105,6 @@ class Planner:
             a, space = layer.attention, self.pool.translation(layer.pool_layer).target
             kinds.setdefault(Kind(a.kv_heads, a.sight, space), []).append(layer)
         return kinds
-
-    def longest(self, sight: Sight) -> int:
-        """Return how many tokens a request can have whose keys are seen so: an encoder has a context of its own."""
-        columns = self.table.max_context
-        return columns if sight.cross else min(columns, self.model.context_len)
 
     def context(self, layers: Sequence[LayerSpec]) -> SplitContext:
         """Return what the policy may look at for layers that share a lane.
@@ -140,7 +122,7 @@ class Planner:
         )
 
     def _decode(self, batch: DecodeBatch, max_ranges: int | None) -> DecodePlan:
-        rows = self._rows(batch.rows, batch.seq, query=batch.seq, behind=1)
+        rows = self._rows(batch.rows)
         sources = self._sources(_Source(rows, batch.seq, behind=1), batch.encoder)
         live = _held(batch.seq)
         # A padded row's token is looked for beyond the table, where only the sink is found.
@@ -156,7 +138,7 @@ class Planner:
         )
 
     def _extend(self, batch: ExtendBatch) -> ExtendPlan:
-        rows = self._rows(batch.rows, together(batch.prefix, batch.new), query=batch.prefix, behind=0)
+        rows = self._rows(batch.rows)
         sources = self._sources(_Source(rows, batch.prefix), batch.encoder)
         new = _new_tokens(batch.prefix, batch.new)
         lanes = []
@@ -184,7 +166,7 @@ class Planner:
         )
 
     def _verify(self, batch: VerifyBatch, max_ranges: int | None) -> VerifyPlan:
-        rows = self._rows(batch.rows, together(batch.prefix, batch.drafts), query=batch.prefix, behind=0)
+        rows = self._rows(batch.rows)
         sources = self._sources(_Source(rows, batch.prefix), batch.encoder)
         new = _new_tokens(batch.prefix, batch.drafts)
         return VerifyPlan(
@@ -199,71 +181,14 @@ class Planner:
         )
 
     def _sources(self, own: _Source, encoder: Encoder | None) -> dict[bool, _Source]:
-        """Return whose keys layers read, those with `cross` and those without; the encoder's rows are checked here."""
+        """Return whose keys layers read: those with `cross` an encoder's, the others the requests' own."""
         if encoder is None:
             return {False: own}
-        rows = self._rows(encoder.rows, encoder.lens, query=encoder.lens, behind=0, cross=True)
-        return {False: own, True: _Source(rows, encoder.lens)}
+        return {False: own, True: _Source(self._rows(encoder.rows), encoder.lens)}
 
-    def _rows(self, rows: Tensor, lens: Lens, *, query: Lens, behind: int, cross: bool = False) -> Int[Tensor, " reqs"]:
-        """Return the rows on the device. Rows on the host are checked first, those on the device kept in bounds.
-
-        The first query of each request stands `behind` before its length in `query`: what it sees must not have slid
-        out of a storage.
-        """
-        table, name = self.table, "encoder.lens" if cross else "seq"
-        require(
-            lens.bound_max <= self.longest(Sight(cross=cross)),
-            f"{name}: a request of up to {lens.bound_max:,} tokens, but the table has {table.max_context:,} columns"
-            + ("" if cross else f" and the model a context of {self.model.context_len:,}"),
-        )
-        require(
-            same_device(lens.device.device, self.pool.device),
-            f"{name}: expected lengths on {self.pool.device} like the pool, got {lens.device.device}",
-        )
-        if rows.device.type == "cpu":
-            numbers = rows.tolist()
-            known = lens if isinstance(lens, HostLens) else query
-            table.check_holds(numbers, known.values if isinstance(known, HostLens) else None, encoder=cross)
-            self._check_kept(numbers, query.least_each, behind, lens, cross)
-        else:
-            self._check_nothing_slid(cross)
-        return rows.to(self.pool.device, torch.int64, non_blocking=True).clamp(0, table.max_requests - 1)
-
-    def _check_kept(self, rows: Sequence[int], least: Sequence[int], behind: int, lens: Lens, cross: bool) -> None:
-        """Raise ValueError where a storage has let go of what a first query sees, or of where a new token goes."""
-        lengths = lens.values if isinstance(lens, HostLens) else [lens.bound_max] * lens.count
-        name = "encoder.rows" if cross else "rows"
-        for kind, layers in self._kinds(cross):
-            for r, (row, cached, length) in enumerate(zip(rows, least, lengths, strict=True)):
-                if length == 0:
-                    continue
-                holding = length if isinstance(lens, HostLens) else cached
-                kept = self.pool.kept_from(layers[0].pool_layer, row, holding=holding)
-                query = cached - behind
-                first = kind.sight.first(query)
-                if first < min(kept, length):
-                    unknown = "" if isinstance(lens, HostLens) else " if it is as short as `least` lets it be"
-                    raise ValueError(
-                        f"{name}: request {r} (row {row}): its query at position {query}{unknown} sees back to {first} "
-                        f"in layer {layers[0].index} ({kind.sight}), but keys before {kept} have slid out of the pool"
-                    )
-
-    def _kinds(self, cross: bool) -> list[tuple[Kind, list[LayerSpec]]]:
-        """Return the kinds whose keys are an encoder's, or those whose keys are not."""
-        return [(kind, layers) for kind, layers in self.kinds.items() if kind.sight.cross == cross]
-
-    def _check_nothing_slid(self, cross: bool) -> None:
-        """Raise ValueError where keys slid out of a storage and nobody on the host knows whose are asked for."""
-        name = "encoder.rows" if cross else "rows"
-        for kind, layers in self._kinds(cross):
-            place = layers[0].pool_layer
-            gone = [row for row in self.pool.allocator.owners if self.pool.kept_from(place, row, holding=0)]
-            require(
-                not gone,
-                f"{name}: on the device, so that nobody can tell whether layer {layers[0].index} ({kind.sight}) still "
-                f"has the keys that are asked for: those of rows {gone[:8]} have slid out; pass rows on the CPU",
-            )
+    def _rows(self, rows: Tensor) -> Int[Tensor, " reqs"]:
+        """Return the rows on the device, kept inside the table: those that the host did not see may be any."""
+        return rows.to(self.pool.device, torch.int64, non_blocking=True).clamp(0, self.table.max_requests - 1)
 
     def _split_lanes(
         self, sources: dict[bool, _Source], rows: Tensor, new: _Lists, max_ranges: int | None

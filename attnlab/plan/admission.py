@@ -1,0 +1,141 @@
+"""What the host can tell of a batch before it is planned: its rows, its lengths, and whether its keys are still there.
+
+Nothing here touches the device, so that a step whose plan is replayed in a CUDA graph is checked like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from attnlab.batch import Batch, DecodeBatch, Encoder, ExtendBatch, HostLens, Lens, VerifyBatch
+from attnlab.checks import describe, require, same_device
+from attnlab.memory.pool import KVPool
+from attnlab.memory.requests import RequestTable
+from attnlab.spec import LayerSpec, ModelSpec, Sight
+
+
+class Kind(NamedTuple):
+    """What layers that share a lane have in common."""
+
+    kv_heads: int
+    sight: Sight
+    space: str
+
+
+class _Asked(NamedTuple):
+    """How long requests are in all: each one's length, where the host knows them, and what none exceeds."""
+
+    values: Sequence[int] | None
+    bound: int
+
+    @classmethod
+    def of(cls, *lens: Lens) -> _Asked:
+        if all(isinstance(each, HostLens) for each in lens):
+            values = [sum(mine) for mine in zip(*(each.least_each for each in lens), strict=True)]
+            return cls(values, max(values, default=0))
+        return cls(None, sum(each.bound_max for each in lens))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """Raises ValueError, before anything is gathered, where a batch cannot be served from this table and pool."""
+
+    model: ModelSpec
+    pool: KVPool
+    table: RequestTable
+    kinds: Mapping[Kind, Sequence[LayerSpec]]
+
+    def longest(self, sight: Sight) -> int:
+        """Return how many tokens a request can have whose keys are seen so: an encoder has a context of its own."""
+        columns = self.table.max_context
+        return columns if sight.cross else min(columns, self.model.context_len)
+
+    def check(self, batch: Batch) -> None:
+        """Raise ValueError (TypeError where it is no batch) unless the host finds nothing wrong with a batch."""
+        match batch:
+            case DecodeBatch(seq=seq):
+                self._check_rows(batch.rows, _Asked.of(seq), query=seq, behind=1)
+            case ExtendBatch(prefix=prefix, new=new) | VerifyBatch(prefix=prefix, drafts=new):
+                self._check_rows(batch.rows, _Asked.of(prefix, new), query=prefix, behind=0)
+            case _:
+                raise TypeError(f"batch: expected a DecodeBatch, ExtendBatch or VerifyBatch, got {describe(batch)}")
+        self._check_encoder(batch.encoder)
+
+    def _check_encoder(self, encoder: Encoder | None) -> None:
+        """Raise ValueError unless the batch has an encoder exactly where the model has layers that read one."""
+        cross, name = self.model.cross, self.model.name
+        require(
+            encoder is None or bool(cross),
+            f"encoder: no layer of model {name!r} reads an encoder's keys (has `cross`), got one; leave it away",
+        )
+        require(
+            encoder is not None or not cross,
+            f"encoder: layer {', '.join(map(str, cross[:4]))} of model {name!r} reads an encoder's keys, the batch has "
+            "none; pass encoder=Encoder.of(rows=..., lens=..., device=...), one row a request",
+        )
+        if encoder is not None:
+            lens = encoder.lens
+            self._check_rows(encoder.rows, _Asked.of(lens), query=lens, behind=0, cross=True)
+
+    def _check_rows(self, rows: Tensor, asked: _Asked, *, query: Lens, behind: int, cross: bool = False) -> None:
+        """Check rows and lengths: an encoder's, or the requests' own.
+
+        The first query of each request stands `behind` before its length in `query`: what it sees must not have slid
+        out of a storage.
+        """
+        table, name = self.table, "encoder.lens" if cross else "seq"
+        require(
+            asked.bound <= self.longest(Sight(cross=cross)),
+            f"{name}: a request of up to {asked.bound:,} tokens, but the table has {table.max_context:,} columns"
+            + ("" if cross else f" and the model a context of {self.model.context_len:,}"),
+        )
+        require(
+            same_device(query.device.device, self.pool.device),
+            f"{name}: expected lengths on {self.pool.device} like the pool, got {query.device.device}",
+        )
+        if rows.device.type != "cpu":
+            self._check_nothing_slid(cross)
+            return
+        numbers = rows.tolist()
+        known = query.values if isinstance(query, HostLens) else None
+        table.check_holds(numbers, known if asked.values is None else asked.values, encoder=cross)
+        self._check_kept(numbers, query.least_each, behind, asked, cross)
+
+    def _check_kept(self, rows: Sequence[int], least: Sequence[int], behind: int, asked: _Asked, cross: bool) -> None:
+        """Raise ValueError where a storage has let go of what a first query sees, or of where a new token goes."""
+        lengths = [asked.bound] * len(rows) if asked.values is None else asked.values
+        name = "encoder.rows" if cross else "rows"
+        for kind, layers in self._kinds(cross):
+            for r, (row, cached, length) in enumerate(zip(rows, least, lengths, strict=True)):
+                if length == 0:
+                    continue
+                holding = cached if asked.values is None else length
+                kept = self.pool.kept_from(layers[0].pool_layer, row, holding=holding)
+                query = cached - behind
+                first = kind.sight.first(query)
+                if first < min(kept, length):
+                    unknown = " if it is as short as `least` lets it be" if asked.values is None else ""
+                    raise ValueError(
+                        f"{name}: request {r} (row {row}): its query at position {query}{unknown} sees back to {first} "
+                        f"in layer {layers[0].index} ({kind.sight}), but keys before {kept} have slid out of the pool"
+                    )
+
+    def _check_nothing_slid(self, cross: bool) -> None:
+        """Raise ValueError where keys slid out of a storage and nobody on the host knows whose are asked for."""
+        name = "encoder.rows" if cross else "rows"
+        for kind, layers in self._kinds(cross):
+            place = layers[0].pool_layer
+            gone = [row for row in self.pool.allocator.owners if self.pool.kept_from(place, row, holding=0)]
+            require(
+                not gone,
+                f"{name}: on the device, so that nobody can tell whether layer {layers[0].index} ({kind.sight}) still "
+                f"has the keys that are asked for: those of rows {gone[:8]} have slid out; pass rows on the CPU",
+            )
+
+    def _kinds(self, cross: bool) -> list[tuple[Kind, Sequence[LayerSpec]]]:
+        """Return the kinds whose keys are an encoder's, or those whose keys are not."""
+        return [(kind, layers) for kind, layers in self.kinds.items() if kind.sight.cross == cross]
