@@ -83,6 +83,7 @@ class AttentionBackend:
         max_tokens = pool.num_slots if max_tokens is None else positive("max_tokens", max_tokens)
         _check_parts(model, pool, table, max_requests)
         self.model, self.pool, self.table = model, pool, table
+        self.max_requests, self.max_tokens = max_requests, max_tokens
         self.engine = engine_for(engine, pool.device)
         self.engine.check_storage(model.kv_dtype)
         self.policy = resolve_policy(policy)
@@ -219,7 +220,7 @@ class AttentionBackend:
         """
         several = isinstance(plan, ExtendPlan | VerifyPlan)
         require(several, f"plan: expected an ExtendPlan or VerifyPlan, got {type(plan).__name__}", TypeError)
-        self._check_epoch(plan.epoch)
+        self.check_current(plan)
         spec, lane = self.model.layer(layer), plan.lane(layer)
         view, cross = self.pool.view(spec.pool_layer), spec.attention.cross
         self._check_apart(q=q, k=k, v=v, out=out, lse=lse)
@@ -283,7 +284,7 @@ class AttentionBackend:
         the bits depend on the request alone; they are those of this path, not of the extend that stores a token later.
         """
         require(isinstance(plan, VerifyPlan), f"plan: expected a VerifyPlan, got {type(plan).__name__}", TypeError)
-        self._check_epoch(plan.epoch)
+        self.check_current(plan)
         spec, lane = self.model.layer(layer), plan.lane(layer)
         view = self.pool.view(spec.pool_layer)
         self._check_apart(q=q, k=k, v=v, out=out, lse=lse)
@@ -342,16 +343,21 @@ class AttentionBackend:
 
     def _lane(self, layer: int, plan: DecodePlan) -> Lane:
         require(isinstance(plan, DecodePlan), f"plan: expected a DecodePlan, got {type(plan).__name__}", TypeError)
-        self._check_epoch(plan.epoch)
+        self.check_current(plan)
         lane = plan.lane(layer)
         self._check_policy(lane)
         return lane
 
-    def _check_epoch(self, epoch: int) -> None:
+    def check_current(self, plan: Plan) -> None:
+        """Raise ValueError where a plan is of another state of the pool, or its memory holds the next step's by now."""
         require(
-            epoch == self.pool.epoch,
-            f"plan: made for another state of the pool (epoch {epoch}, now {self.pool.epoch}): slots were freed "
+            plan.epoch == self.pool.epoch,
+            f"plan: made for another state of the pool (epoch {plan.epoch}, now {self.pool.epoch}): slots were freed "
             "or moved since, or the plan belongs to another backend; plan again",
+        )
+        require(
+            not plan.turn.over,
+            "plan: it lies in a graph's memory, which was filled for a later step since; plan again",
         )
 
     def _check_policy(self, lane: Lane) -> None:

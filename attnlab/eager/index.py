@@ -64,6 +64,17 @@ class EagerPlanOps:
         """Return where each request's bits begin, and the end."""
         return mask.mask_offsets(new, keys)
 
+    def write_causal(self, bits: Tensor, offsets: Tensor, new: Tensor, keys: Tensor, *, most: int) -> None:
+        """Write the bits of a causal mask, in memory of several times its size."""
+        if new.shape[0] == 0 or bits.shape[0] == 0:
+            return
+        bit = torch.arange(bits.shape[0], dtype=torch.int64, device=bits.device)
+        req = owner_of(bit, offsets)
+        within, row_bits = bit - offsets[req], keys.long().clamp(min=1)[req]
+        query, column = within // row_bits, within % row_bits
+        causal = column <= (keys - new)[req] + query
+        torch.where(bit < offsets[-1], causal.to(bits.dtype), bits, out=bits)
+
     def sizes(self, policy: SplitPolicy, lens: Tensor, ctx: SplitContext) -> SplitSizes:
         """Return the policy's range sizes."""
         return policy.sizes(lens, ctx)

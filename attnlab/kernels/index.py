@@ -127,6 +127,17 @@ class TritonPlanOps:
                 _mask_offsets_kernel[(1,)](new, keys, offsets, reqs, BLOCK=_BLOCK)
         return offsets
 
+    def write_causal(self, bits: Tensor, offsets: Tensor, new: Tensor, keys: Tensor, *, most: int) -> None:
+        """Computes: bit (i, j) of request r = j <= keys[r] - new[r] + i.
+
+        Shapes: `bits [pairs]` uint8, `offsets [reqs + 1]` int64, `new` and `keys` `[reqs]` int32.
+        Grid: (requests, most): a program owns the row of bits of one new token.
+        Reads/writes: of `bits`, live rows alone, and none beyond its end.
+        """
+        if new.shape[0] and most and bits.shape[0]:
+            with launching_on(self.device):
+                _causal_kernel[(new.shape[0], most)](bits, offsets, new, keys, bits.shape[0], BLOCK=_BLOCK)
+
     def sizes(self, policy: SplitPolicy, lens: Tensor, ctx: SplitContext) -> SplitSizes:
         """Return the policy's range sizes, from its Triton half where it has one."""
         with launching_on(self.device):
@@ -245,11 +256,25 @@ def _mask_offsets_kernel(new_ptr, keys_ptr, offsets_ptr, reqs, BLOCK: tl.constex
         total += tl.sum(pairs, 0)
 
 
+@jit(do_not_specialize=("pairs",))
+def _causal_kernel(bits_ptr, offsets_ptr, new_ptr, keys_ptr, pairs, BLOCK: tl.constexpr):
+    req, query = tl.program_id(0), tl.program_id(1)
+    new, keys = tl.load(new_ptr + req), tl.load(keys_ptr + req)
+    if query >= new:
+        return
+    row = tl.load(offsets_ptr + req) + query.to(tl.int64) * keys
+    for at in range(0, keys, BLOCK):
+        column = at + tl.arange(0, BLOCK)
+        visible = column <= keys - new + query
+        tl.store(bits_ptr + row + column, visible.to(tl.uint8), mask=(column < keys) & (row + column < pairs))
+
+
 KERNELS = {
     "gather": _gather_kernel,
     "extent": _extent_kernel,
     "join": _join_kernel,
     "translate": _translate_kernel,
     "mask offsets": _mask_offsets_kernel,
+    "write causal": _causal_kernel,
 }
 """By the name of the function of PlanOps that launches each."""

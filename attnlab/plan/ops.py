@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Int
+from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from attnlab.checks import require
@@ -65,6 +65,17 @@ class PlanOps(Protocol):
 
     def mask_offsets(self, new: Int[Tensor, " reqs"], keys: Int[Tensor, " reqs"]) -> Int[Tensor, " reqs_1"]:
         """Return where each request's `new x keys` bits of a mask begin, and the end; int64."""
+
+    def write_causal(
+        self,
+        bits: UInt8[Tensor, " pairs"],
+        offsets: Int[Tensor, " reqs_1"],
+        new: Int[Tensor, " reqs"],
+        keys: Int[Tensor, " reqs"],
+        *,
+        most: int,
+    ) -> None:
+        """Write the bits of a causal mask, `new x keys` from `offsets[r]` on; no request has more than `most` new."""
 
     def sizes(self, policy: SplitPolicy, lens: Int[Tensor, " reqs"], ctx: SplitContext) -> SplitSizes:
         """Return the policy's range sizes."""

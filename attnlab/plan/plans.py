@@ -6,7 +6,7 @@ Reference: ForwardMetadata, whose sixteen fields of which up to nine are empty a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Int
@@ -18,6 +18,7 @@ from attnlab.mask import CustomMask, Mask
 from attnlab.plan.explain import Query, Reading, check_query, mask_row, reading
 from attnlab.plan.layout import KVLayout, together
 from attnlab.plan.schedule import Schedule
+from attnlab.plan.signature import Signature, signature_of
 from attnlab.plan.splits import SplitPlan
 from attnlab.plan.workspace import scratch_bytes
 
@@ -73,12 +74,19 @@ class Lane(ExtendLane):
         self.schedule.validate(self.splits)
 
 
+@dataclass(slots=True, eq=False)
+class Turn:
+    """How long a plan is good that lies in memory which is filled again for the next step: until then."""
+
+    over: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecodePlan:
     """A decode step: `lanes`, and for every layer number which lane it takes. A row has one query, its last token.
 
-    `epoch` is the pool's at the time of planning; attention refuses a plan of another one. `multiprocessors` is
-    what the policy counted with, None where unknown.
+    `epoch` is the pool's at the time of planning, and `turn` that of the plan's memory; attention refuses a plan of
+    another epoch, or whose turn is over. `multiprocessors` is what the policy counted with, None where unknown.
     """
 
     batch: DecodeBatch
@@ -86,6 +94,7 @@ class DecodePlan:
     lane_of_layer: dict[int, int]
     epoch: int
     multiprocessors: int | None
+    turn: Turn = field(default_factory=Turn)
 
     def __post_init__(self) -> None:
         for lane in self.lanes:
@@ -94,6 +103,10 @@ class DecodePlan:
     def lane(self, layer: int) -> Lane:
         """Return what this layer reads. Raises ValueError where the plan has no such layer."""
         return self.lanes[_lane_number(self.lane_of_layer, layer)]
+
+    def signature(self) -> Signature:
+        """Return what a CUDA graph bakes in of this plan: addresses, shapes, compile-time choices."""
+        return signature_of(self)
 
     def validate(self, *, num_slots: int | Mapping[str, int]) -> None:
         """Read all tensors (waits for the device); raise ValueError where any of them is inconsistent.
@@ -186,10 +199,15 @@ class ExtendPlan:
     lane_of_layer: dict[int, int]
     epoch: int
     one_pass: bool
+    turn: Turn = field(default_factory=Turn)
 
     def lane(self, layer: int) -> ExtendLane:
         """Return what this layer reads. Raises ValueError where the plan has no such layer."""
         return self.lanes[_lane_number(self.lane_of_layer, layer)]
+
+    def signature(self) -> Signature:
+        """Return what a CUDA graph bakes in of this plan: addresses, shapes, compile-time choices."""
+        return signature_of(self)
 
     def validate(self, *, num_slots: int | Mapping[str, int]) -> None:
         """Read all tensors (waits for the device); raise ValueError where any of them is inconsistent."""
@@ -215,10 +233,15 @@ class VerifyPlan:
     lane_of_layer: dict[int, int]
     epoch: int
     multiprocessors: int | None
+    turn: Turn = field(default_factory=Turn)
 
     def lane(self, layer: int) -> Lane:
         """Return what this layer reads. Raises ValueError where the plan has no such layer."""
         return self.lanes[_lane_number(self.lane_of_layer, layer)]
+
+    def signature(self) -> Signature:
+        """Return what a CUDA graph bakes in of this plan: addresses, shapes, compile-time choices."""
+        return signature_of(self)
 
     def validate(self, *, num_slots: int | Mapping[str, int]) -> None:
         """Read all tensors (waits for the device); raise ValueError where any of them is inconsistent."""

@@ -1,0 +1,198 @@
+"""A captured step: fixed inputs, a plan whose memory is filled for each step, and the step's own kernels.
+
+Reference: the capture and replay hooks of triton_backend.py. Source of the method: CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlab.backend import AttentionBackend
+from attnlab.batch import Batch, ExtendBatch, VerifyBatch
+from attnlab.checks import describe, require, tensor
+from attnlab.graphs.memory import PlanMemory, recorded_in
+from attnlab.graphs.shapes import Shape
+from attnlab.mask import CustomMask
+from attnlab.plan.plans import ExtendPlan, Plan, VerifyPlan
+from attnlab.plan.signature import differences
+
+Step = Callable[..., Any]
+"""(plan, **inputs) -> a tensor with a row per query token, or a tuple, list or dict of such."""
+
+
+def capture(
+    backend: AttentionBackend, step: Step, shape: Shape, *, inputs: Mapping[str, Tensor], rerun: bool = False
+) -> Graph:
+    """Capture `step(plan, **inputs)` for every batch up to `shape`, and return the graph.
+
+    `step` runs all layers with whatever lies between them, and returns results with a row per query token. `inputs`
+    are examples of what it takes, `[tokens, ...]`, for their shapes and dtypes; the graph has memory of its own for
+    them. On a CPU, which has no CUDA graphs, pass `rerun=True`: the step then runs again at every replay, over the
+    same fixed memory. Raises before anything is captured where the backend was not built for the shape.
+
+    >>> import torch, attnlab
+    >>> from attnlab import graphs
+    >>> wb = attnlab.workbench("SmolLM2-135M", lens=[20, 7], policy="seed", engine="eager")
+    >>> q, k, v = wb.newest(0)
+    >>> def step(plan, q, k, v):
+    ...     return wb.backend.decode(0, q, k, v, plan)
+    >>> graph = graphs.capture(
+    ...     wb.backend, step, graphs.DecodeShape(requests=2), inputs={"q": q, "k": k, "v": v}, rerun=True
+    ... )
+    >>> graph.run(wb.batch, q=q, k=k, v=v).shape
+    torch.Size([2, 9, 64])
+    """
+    require(isinstance(shape, Shape), f"shape: expected a Shape such as DecodeShape, got {describe(shape)}", TypeError)
+    device = backend.pool.device
+    require(
+        rerun or device.type == "cuda",
+        f"capture: {device} has no CUDA graphs; pass rerun=True to run the step again over the same fixed memory",
+    )
+    require(
+        backend.tracer is None,
+        "capture: a recording is on, and a replay runs no Python that could record; end it first",
+        RuntimeError,
+    )
+    return Graph(backend=backend, step=step, shape=shape.bounded(backend), inputs=inputs, rerun=rerun)
+
+
+class Graph:
+    """A captured step. `plan(batch)` fills its plan for a step, `replay(plan)` runs it; `run` does both.
+
+    A plan is good until the next one is made: all lie in the same memory. So do results, which are cut to the live
+    rows: copy what is to be kept. `inputs` are the fixed tensors, which may be filled in place; `mask` the bits.
+    """
+
+    def __init__(
+        self, *, backend: AttentionBackend, step: Step, shape: Shape, inputs: Mapping[str, Tensor], rerun: bool
+    ) -> None:
+        self.backend, self.shape, self.rerun = backend, shape, rerun
+        self._step = step
+        self.inputs = {name: _fixed(name, x, shape.tokens, backend) for name, x in inputs.items()}
+        self.batch = shape.memory(backend)
+        self._memory = PlanMemory(
+            backend.planner, self.batch, max_ranges=backend.workspace.max_ranges, recorded=not rerun
+        )
+        self._signature = self._memory.first.signature()
+        self._latest, self._live, self.requests = self._memory.first, 0, 0
+        self._graph = None if rerun else torch.cuda.CUDAGraph()
+        self._result: Any = None
+        if self._graph is not None:
+            self._result = recorded_in(self._graph, lambda: self._checked(self._memory.first))
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The bits that the graph reads, uint8, to be filled in place; None where it was captured without a mask."""
+        mask = self.batch.mask if isinstance(self.batch, ExtendBatch | VerifyBatch) else None
+        return mask.bits if isinstance(mask, CustomMask) else None
+
+    @property
+    def live(self) -> int:
+        """Query tokens of the latest step; the rows behind them are padding."""
+        return self._live
+
+    @property
+    def latest(self) -> Plan:
+        """The plan of the latest step: what was replayed can be described and shown afterwards."""
+        return self._latest
+
+    def plan(self, batch: Batch) -> Plan:
+        """Fill the graph's memory with the plan of a step, and return it. All is checked before anything is written.
+
+        Raises as `backend.plan` does, and where the batch is another, or larger, than what was captured.
+        """
+        self.shape.check(batch)
+        self.backend.planner.admission.check(batch)
+        plan = self._memory.fill(batch)
+        if self.mask is not None and isinstance(batch, ExtendBatch | VerifyBatch):
+            self._write_causal(plan, batch)
+        self._latest, self._live, self.requests = plan, self.shape.live(batch), batch.rows.shape[0]
+        return plan
+
+    def replay(self, plan: Plan) -> Any:
+        """Run the captured step for the latest plan, over the inputs as they are; return its results' live rows."""
+        self.backend.check_current(plan)
+        if plan is not self._latest:
+            self._refuse(plan)
+        require(
+            self.backend.tracer is None,
+            "replay: a recording is on, and a replay runs no Python that could record; run the step with the plan",
+            RuntimeError,
+        )
+        if self._graph is None:
+            self._result = self._checked(plan)
+        else:
+            self._graph.replay()
+        return _cut(self._result, self._live)
+
+    def run(self, batch: Batch, **inputs: Tensor) -> Any:
+        """Plan a step, copy its inputs (a row per query token) to the graph's, and replay it."""
+        self.shape.check(batch)
+        given = {name: self._given(name, inputs, self.shape.live(batch)) for name in self.inputs}
+        unknown = sorted(inputs.keys() - self.inputs.keys())
+        require(not unknown, f"inputs: the graph has {', '.join(self.inputs)}, got {', '.join(unknown)}")
+        plan = self.plan(batch)
+        for name, x in given.items():
+            self.inputs[name][: x.shape[0]].copy_(x, non_blocking=True)
+            self.inputs[name][x.shape[0] :].zero_()
+        return self.replay(plan)
+
+    def _given(self, name: str, inputs: Mapping[str, Tensor], rows: int) -> Tensor:
+        require(name in inputs, f"inputs: the graph has {', '.join(self.inputs)}, {name!r} is missing")
+        there = self.inputs[name]
+        return tensor(name, inputs[name], shape=[rows, *there.shape[1:]], dtype=there.dtype)
+
+    def _write_causal(self, plan: Plan, batch: ExtendBatch | VerifyBatch) -> None:
+        """Write a causal mask where a step brings none."""
+        if isinstance(batch.mask, CustomMask) or not isinstance(plan, ExtendPlan | VerifyPlan) or self.mask is None:
+            return
+        queries = plan.queries
+        new = queries.indptr.diff()
+        prefix = plan.batch.prefix.device.clamp(0, plan.batch.prefix.bound_max)
+        self.backend.engine.ops.write_causal(self.mask, queries.mask_indptr, new, prefix + new, most=self.shape.each)
+
+    def _refuse(self, plan: Plan) -> None:
+        changed = differences(self._signature, plan.signature())
+        require(
+            not changed,
+            f"plan: not the graph's own; {len(changed)} of its parts are not as they were captured, the first: "
+            f"{changed[0] if changed else ''}; run the step with this plan, without the graph",
+        )
+
+    def _checked(self, plan: Plan) -> Any:
+        """Run the step; raise unless its results have a row per query token."""
+        with torch.no_grad():
+            result = self._step(plan, **self.inputs)
+        for x in _leaves(result):
+            rows = f"a row for each of {self.shape.tokens} query tokens"
+            require(
+                isinstance(x, Tensor) and x.dim() >= 1 and x.shape[0] == self.shape.tokens,
+                f"step: expected results with {rows}, got {describe(x)}",
+            )
+        return result
+
+
+def _fixed(name: str, x: Tensor, tokens: int, backend: AttentionBackend) -> Tensor:
+    require(isinstance(x, Tensor) and x.dim() >= 1, f"inputs: {name}: expected [tokens, ...], got {describe(x)}")
+    return torch.zeros(tokens, *x.shape[1:], dtype=x.dtype, device=backend.pool.device)
+
+
+def _leaves(x: Any) -> list[Any]:
+    if isinstance(x, dict):
+        return [leaf for item in x.values() for leaf in _leaves(item)]
+    if isinstance(x, tuple | list):
+        return [leaf for item in x for leaf in _leaves(item)]
+    return [x]
+
+
+def _cut(x: Any, rows: int) -> Any:
+    """Return the same nest of tensors, each cut to its first rows."""
+    if isinstance(x, dict):
+        return {key: _cut(item, rows) for key, item in x.items()}
+    if isinstance(x, tuple | list):
+        return type(x)(_cut(item, rows) for item in x)
+    return x[:rows]

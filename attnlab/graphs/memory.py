@@ -1,0 +1,163 @@
+"""A plan whose memory is filled again for every step: by a CUDA graph of the planning itself, or by copying.
+
+Planning never waits for the device, so it can be captured; a policy in plain Python cannot, and a CPU has no graphs:
+there the plan is made as ever and copied to where the first one lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlab.batch import Batch, DeviceLens, HostLens
+from attnlab.checks import require
+from attnlab.mask import CustomMask
+from attnlab.plan.build import Planner
+from attnlab.plan.plans import Plan, Turn
+from attnlab.plan.policy import HostPolicy, SplitBounds, SplitContext, SplitPolicy, SplitSizes
+
+
+class PlanMemory:
+    """Plans of one graph: all of them lie where the first one does.
+
+    `batch` is the memory that steps are copied to. `recorded`: planning is captured in a CUDA graph.
+    """
+
+    def __init__(self, planner: Planner, batch: Batch, *, max_ranges: int, recorded: bool) -> None:
+        self._planner, self.batch, self._max_ranges = planner, batch, max_ranges
+        self._on_host = isinstance(planner.policy, HostPolicy)
+        self.graph = torch.cuda.CUDAGraph() if recorded and not self._on_host else None
+        policy = Room(planner.policy) if isinstance(planner.policy, HostPolicy) else planner.policy
+        largest = replace(planner, policy=policy)
+        if self.graph is None:
+            self.first = largest.make(batch, max_ranges=max_ranges)
+        else:
+            self.first = recorded_in(self.graph, lambda: largest.make(batch, max_ranges=max_ranges))
+        self.turn = self.first.turn
+
+    def fill(self, given: Batch) -> Plan:
+        """Return the plan of a step, in the same memory as all before it, whose turn is over."""
+        self.turn.over = True
+        refill_batch(self.batch, given)
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            padded = padded_on_host(self.batch, given) if self._on_host else self.batch
+            copy_plan(self.first, self._planner.make(padded, max_ranges=self._max_ranges))
+        self.turn = Turn()
+        return renewed(self.first, epoch=self._planner.pool.epoch, turn=self.turn)
+
+
+def recorded_in(graph: torch.cuda.CUDAGraph, work: Callable[[], Any], pool: Any = None) -> Any:
+    """Capture some work in a CUDA graph, after it ran twice, so that its kernels are compiled; return its result."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph, pool=pool):
+        return work()
+
+
+def renewed(plan: Plan, *, epoch: int, turn: Turn) -> Plan:
+    """Return a new plan object over a plan's memory."""
+    return replace(plan, epoch=epoch, turn=turn)
+
+
+def refill_batch(memory: Batch, given: Batch) -> None:
+    """Copy a step's batch to the front of the memory; all rows behind it become padding, whatever they were."""
+    for field in fields(memory):
+        there, here = _tensor(getattr(memory, field.name)), _tensor(getattr(given, field.name))
+        if there is None or here is None:
+            continue
+        if isinstance(getattr(memory, field.name), CustomMask):
+            _refill_mask(there, here)
+            continue
+        live = here.shape[0]
+        require(live <= there.shape[0], f"{field.name}: expected at most {there.shape[0]} entries, got {live}")
+        there[:live].copy_(here, non_blocking=True)
+        there[live:].zero_()
+
+
+def _refill_mask(there: Tensor, here: Tensor) -> None:
+    """Copy the bits, unless they were written in place. What lies behind them is not read, and stays."""
+    live = here.shape[0]
+    require(live <= there.shape[0], f"mask: expected at most the {there.shape[0]:,} bits captured, got {live:,}")
+    in_place = here.untyped_storage().data_ptr() == there.untyped_storage().data_ptr()
+    shifted = in_place and here.data_ptr() != there.data_ptr()
+    require(not shifted, "mask: lies in the graph's own bits, but not at their beginning; fill them from the front")
+    if not in_place:
+        there[:live].copy_(here, non_blocking=True)
+
+
+def padded_on_host(memory: Batch, given: Batch) -> Batch:
+    """Return the batch with its padded rows, of lengths that the host knows, as a policy in plain Python needs them."""
+    changes: dict[str, Any] = {}
+    for field in fields(memory):
+        there, here = getattr(memory, field.name), getattr(given, field.name)
+        if isinstance(here, HostLens):
+            missing = there.device.shape[0] - here.count
+            changes[field.name] = HostLens(values=(*here.values, *[0] * missing), device=there.device)
+        elif isinstance(there, CustomMask) and isinstance(here, CustomMask):
+            changes[field.name] = CustomMask(bits=there.bits[: here.bits.shape[0]])
+        elif isinstance(there, Tensor) and field.name == "depth":
+            changes[field.name] = there[: here.shape[0]]
+    return replace(memory, **changes)
+
+
+def copy_plan(memory: Any, made: Any) -> None:
+    """Copy a plan's tensors to the front of another's: behind them offsets stay what they are last, all else is 0."""
+    fresh = dict(_tensors("", made))
+    for path, there in _tensors("", memory):
+        here = fresh[path]
+        if there.data_ptr() == here.data_ptr() or there.shape[0] == 0:
+            continue
+        live = here.shape[0]
+        require(live <= there.shape[0], f"{path}: expected at most {there.shape[0]} entries as captured, got {live}")
+        there[:live].copy_(here)
+        there[live:] = here[-1:] if path.endswith("indptr") else 0
+
+
+def _tensors(path: str, x: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(x, Tensor):
+        yield path, x
+    elif isinstance(x, tuple):
+        for i, item in enumerate(x):
+            yield from _tensors(f"{path}[{i}]", item)
+    elif is_dataclass(x):
+        for field in fields(x):
+            yield from _tensors(f"{path}.{field.name}", getattr(x, field.name))
+
+
+def _tensor(x: Any) -> Tensor | None:
+    """Return what a field of a batch keeps on the device."""
+    if isinstance(x, CustomMask):
+        return x.bits
+    if isinstance(x, HostLens | DeviceLens):
+        return x.device
+    return x if isinstance(x, Tensor) else None
+
+
+@dataclass(frozen=True)
+class Room(SplitPolicy):
+    """Stands in for a policy in plain Python where only its promises are needed: the memory of its largest plan."""
+
+    host: HostPolicy
+
+    def label(self, ctx: SplitContext) -> str:
+        """Return the policy's own name."""
+        return self.host.label(ctx)
+
+    def bounds(self, *, bound_max: int, ctx: SplitContext) -> SplitBounds:
+        """Return the policy's own promises."""
+        return self.host.bounds(bound_max=bound_max, ctx=ctx)
+
+    def sizes(self, lens: Tensor, ctx: SplitContext) -> SplitSizes:
+        """Return sizes that are as good as any."""
+        one = torch.ones_like(lens, dtype=torch.int32)
+        return SplitSizes(size=one, nominal=one)

@@ -1,0 +1,275 @@
+"""The largest step that a graph serves, one type per mode; and the memory that every step's batch is copied to.
+
+Reference: init_cuda_graph_state. Shapes here come from the lengths' bounds, never from requests x context.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attnlab.backend import AttentionBackend
+from attnlab.batch import Batch, DecodeBatch, DeviceLens, ExtendBatch, HostLens, Lens, VerifyBatch
+from attnlab.checks import describe, positive, require
+from attnlab.mask import CAUSAL, CustomMask, Mask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape(ABC):
+    """At most `requests` requests of at most `longest` tokens each, new ones included (None: the backend's longest)."""
+
+    requests: int
+    longest: int | None = None
+
+    def __post_init__(self) -> None:
+        positive("requests", self.requests)
+        if self.longest is not None:
+            positive("longest", self.longest)
+
+    @property
+    @abstractmethod
+    def each(self) -> int:
+        """Query tokens of a request, at most."""
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens of a step, at most: rows of every input and of every result."""
+        return self.requests * self.each
+
+    def bounded(self, backend: AttentionBackend) -> Shape:
+        """Return the shape with a `longest`. Raises ValueError where the backend was not built for so much."""
+        require(
+            self.requests <= backend.max_requests,
+            f"requests: a graph of {self.requests} requests, but the backend was built for max_requests "
+            f"{backend.max_requests}",
+        )
+        limit = min(backend.table.max_context, backend.model.context_len)
+        longest = limit if self.longest is None else self.longest
+        require(
+            self.each <= longest <= limit,
+            f"longest: expected {self.each} to {limit} tokens, as the table and the model hold, got {longest}",
+        )
+        return replace(self, longest=longest)
+
+    @abstractmethod
+    def memory(self, backend: AttentionBackend) -> Batch:
+        """Return a batch of padding alone, in memory that each step's batch is copied to."""
+
+    def check(self, batch: Batch) -> None:
+        """Raise unless a step of this batch was captured; the words name what came and what was captured."""
+        wanted = type(self).mode()
+        if not isinstance(batch, wanted):
+            raise TypeError(f"batch: the graph was captured for a {wanted.__name__}, got {describe(batch)}")
+        require(
+            batch.encoder is None,
+            "batch: encoder lengths are not served by a graph; run a step with an encoder without one",
+        )
+        count = batch.rows.shape[0]
+        require(
+            count <= self.requests,
+            f"batch: a step of {count} requests, the graph was captured for {self.requests}; capture a larger one",
+        )
+        self._check_lens(batch)
+
+    @classmethod
+    @abstractmethod
+    def mode(cls) -> type[DecodeBatch] | type[ExtendBatch] | type[VerifyBatch]:
+        """Which batches are served."""
+
+    @abstractmethod
+    def _check_lens(self, batch: Batch) -> None:
+        """Raise ValueError unless the lengths, and the mask, are within what was captured."""
+
+    @abstractmethod
+    def live(self, batch: Batch) -> int:
+        """Return the query tokens of a batch; where only the device knows, what they are at most."""
+
+    def _longest(self) -> int:
+        if self.longest is None:
+            raise ValueError("longest: not known before the shape meets a backend; call bounded() first")
+        return self.longest
+
+    def _cached(self, backend: AttentionBackend, each: int) -> DeviceLens:
+        """Return room for lengths of cached tokens, which are no more together than the backend was built for."""
+        zeros = torch.zeros(self.requests, dtype=torch.int32, device=backend.pool.device)
+        total = min(self.requests * each, backend.max_tokens)
+        return DeviceLens(device=zeros, bound_each=each, bound_total=total)
+
+    def _new(self, backend: AttentionBackend) -> DeviceLens:
+        """Return room for lengths of new tokens: each has a row of the inputs, a padded one too."""
+        zeros = torch.zeros(self.requests, dtype=torch.int32, device=backend.pool.device)
+        return DeviceLens(device=zeros, bound_each=self.each, bound_total=self.tokens)
+
+    def _rows(self, backend: AttentionBackend) -> Tensor:
+        return torch.zeros(self.requests, dtype=torch.int64, device=backend.pool.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeShape(Shape):
+    """A decode step: one query token a request.
+
+    >>> DecodeShape(requests=64, longest=8192).tokens
+    64
+    """
+
+    @property
+    def each(self) -> int:
+        """One."""
+        return 1
+
+    @classmethod
+    def mode(cls) -> type[DecodeBatch]:
+        """Decodes."""
+        return DecodeBatch
+
+    def memory(self, backend: AttentionBackend) -> DecodeBatch:
+        """Return the padding of a decode."""
+        return DecodeBatch(rows=self._rows(backend), seq=self._cached(backend, self._longest()))
+
+    def _check_lens(self, batch: Batch) -> None:
+        if isinstance(batch, DecodeBatch):
+            check_bound("seq", batch.seq, self._longest())
+
+    def live(self, batch: Batch) -> int:
+        """Return the requests."""
+        return batch.rows.shape[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendShape(Shape):
+    """An extend of up to `new` tokens a request, such as a draft model's pass over the tokens that were accepted.
+
+    `masked`: whether steps bring a mask; where one does not, a causal one is written.
+
+    >>> ExtendShape(requests=8, new=4).tokens
+    32
+    """
+
+    new: int
+    masked: bool = False
+
+    def __post_init__(self) -> None:
+        Shape.__post_init__(self)
+        positive("new", self.new)
+
+    @property
+    def each(self) -> int:
+        """The new tokens of a request, at most."""
+        return self.new
+
+    @classmethod
+    def mode(cls) -> type[ExtendBatch]:
+        """Extends."""
+        return ExtendBatch
+
+    def memory(self, backend: AttentionBackend) -> ExtendBatch:
+        """Return the padding of an extend."""
+        prefix, new = self._cached(backend, self._longest()), self._new(backend)
+        mask = room_for_mask(prefix, new) if self.masked else CAUSAL
+        return ExtendBatch(rows=self._rows(backend), prefix=prefix, new=new, mask=mask)
+
+    def _check_lens(self, batch: Batch) -> None:
+        if isinstance(batch, ExtendBatch):
+            check_bound("prefix", batch.prefix, self._longest())
+            check_bound("new", batch.new, self.new)
+            check_mask(batch.mask, masked=self.masked)
+
+    def live(self, batch: Batch) -> int:
+        """Return the new tokens."""
+        return min(batch.new.bound_total, self.tokens) if isinstance(batch, ExtendBatch) else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyShape(Shape):
+    """A verify of exactly `drafts` drafts a request: chains, or with `masked` trees too.
+
+    >>> VerifyShape(requests=8, drafts=5, masked=True).tokens
+    40
+    """
+
+    drafts: int
+    masked: bool = False
+
+    def __post_init__(self) -> None:
+        Shape.__post_init__(self)
+        positive("drafts", self.drafts)
+
+    @property
+    def each(self) -> int:
+        """The drafts of a request."""
+        return self.drafts
+
+    @classmethod
+    def mode(cls) -> type[VerifyBatch]:
+        """Verifies."""
+        return VerifyBatch
+
+    def bounded(self, backend: AttentionBackend) -> Shape:
+        """Return the shape with a `longest`. Raises ValueError where the backend was not built for so much."""
+        bound = backend.workspace.max_drafts
+        require(
+            self.drafts <= bound,
+            f"drafts: a graph of {self.drafts} drafts a request, but the backend was built for max_drafts {bound}",
+        )
+        return Shape.bounded(self, backend)
+
+    def memory(self, backend: AttentionBackend) -> VerifyBatch:
+        """Return the padding of a verify."""
+        prefix, drafts = self._cached(backend, self._longest() - self.drafts), self._new(backend)
+        return VerifyBatch(
+            rows=self._rows(backend),
+            prefix=prefix,
+            drafts=drafts,
+            depth=torch.zeros(self.tokens, dtype=torch.int32, device=backend.pool.device),
+            mask=room_for_mask(prefix, drafts) if self.masked else CAUSAL,
+            ordered=not self.masked,
+        )
+
+    def _check_lens(self, batch: Batch) -> None:
+        if not isinstance(batch, VerifyBatch):
+            return
+        check_bound("prefix", batch.prefix, self._longest() - self.drafts)
+        given = set(batch.drafts.values) if isinstance(batch.drafts, HostLens) else {batch.drafts.bound_max}
+        others = sorted(given - {self.drafts})
+        require(
+            not others,
+            f"drafts: the graph was captured for {self.drafts} drafts a request, got {others[:1]}; capture a graph for "
+            "them",
+        )
+        check_mask(batch.mask, masked=self.masked)
+        require(
+            batch.ordered or self.masked,
+            "batch: its drafts do not stand one behind the other (`ordered`), but the graph was captured for chains; "
+            "capture with masked=True",
+        )
+
+    def live(self, batch: Batch) -> int:
+        """Return the drafts."""
+        return batch.rows.shape[0] * self.drafts
+
+
+def check_bound(name: str, lens: Lens, most: int) -> None:
+    """Raise ValueError where a request may be longer than was captured."""
+    require(
+        lens.bound_max <= most,
+        f"{name}: a request of up to {lens.bound_max:,} tokens, the graph was captured for {most:,}; capture a larger "
+        "one",
+    )
+
+
+def check_mask(mask: Mask, *, masked: bool) -> None:
+    """Raise ValueError where a mask comes to a graph that was captured without one."""
+    require(
+        masked or not isinstance(mask, CustomMask),
+        f"mask: got {mask.bits.shape[0] if isinstance(mask, CustomMask) else 0:,} bits, the graph was captured for 0, "
+        "without a mask; capture with masked=True",
+    )
+
+
+def room_for_mask(prefix: Lens, new: Lens) -> CustomMask:
+    """Return the memory of the largest mask: every request's `new x (prefix + new)` bits."""
+    bits = new.bound_max * (prefix.bound_total + new.bound_total)
+    return CustomMask(bits=torch.zeros(bits, dtype=torch.uint8, device=prefix.device.device))
