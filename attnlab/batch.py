@@ -367,8 +367,8 @@ def _check_together(prefix: Lens, new: Lens, name: str) -> None:
 
 def _check_rows(rows: Tensor, name: str, lens: Lens, *, rows_name: str = "rows") -> None:
     tensor(rows_name, rows, shape=["reqs"], dtype=(torch.int32, torch.int64))
-    given = isinstance(lens, HostLens | DeviceLens)
-    require(given, f"{name}: expected HostLens or DeviceLens, got {describe(lens)}", TypeError)
+    if not isinstance(lens, HostLens | DeviceLens):
+        raise TypeError(f"{name}: expected HostLens or DeviceLens, got {describe(lens)}")
     require(
         rows.shape[0] == lens.count,
         f"{rows_name}: expected one per request of {name} ({lens.count}), got {rows.shape[0]}",
@@ -379,7 +379,8 @@ def _check_encoder(encoder: Encoder | None, lens: Lens) -> None:
     """Raise unless an encoder, where there is one, has a row for each request, and its lengths where theirs are."""
     if encoder is None:
         return
-    require(isinstance(encoder, Encoder), f"encoder: expected an Encoder or None, got {describe(encoder)}", TypeError)
+    if not isinstance(encoder, Encoder):
+        raise TypeError(f"encoder: expected an Encoder or None, got {describe(encoder)}")
     require(
         encoder.lens.count == lens.count,
         f"encoder: expected a row for each of the batch's {lens.count} requests, got {encoder.lens.count}; a request "

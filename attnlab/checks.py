@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 
 import torch
 from torch import Tensor
@@ -63,7 +64,9 @@ def number(name: str, value: float, *, positive: bool) -> float:
 
 
 def describe(x: object) -> str:
-    """Words for what came: shape, dtype and device of a tensor, the type of anything else."""
+    """Words for what came: shape, dtype and device of a tensor, the type of anything else. Reads no tensor back."""
+    if is_dataclass(x):
+        return type(x).__name__  # its tensors would be printed, for which a GPU is waited for
     if not isinstance(x, Tensor):
         return f"{type(x).__name__} {x!r}"[:80]
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"

@@ -40,6 +40,10 @@ class Engine(Protocol):
     def batch_invariant(self) -> bool:
         """Whether a request's bits are the same whatever else is in a batch, if the policy lets them."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether attention reads numbers back from the device, so that no graph can hold it; planning never does."""
+
     def check_storage(self, dtype: torch.dtype) -> None:
         """Raise NotImplementedError where this engine cannot read a pool of this dtype."""
 
@@ -75,6 +79,11 @@ class EagerEngine:
     def batch_invariant(self) -> bool:
         """True on a CPU; a GPU's batched products are summed as the size of the batch suggests."""
         return self.device.type == "cpu"
+
+    @property
+    def waits(self) -> bool:
+        """True: loops over requests and tiles are Python's."""
+        return True
 
     def check_storage(self, dtype: torch.dtype) -> None:
         """Accept every storage dtype: torch converts them all."""
@@ -128,6 +137,11 @@ class TritonEngine:
     def batch_invariant(self) -> bool:
         """True: a program's sums depend on its own range of keys."""
         return True
+
+    @property
+    def waits(self) -> bool:
+        """False: kernels read the plan on the device."""
+        return False
 
     def check_storage(self, dtype: torch.dtype) -> None:
         """Raise NotImplementedError where kernels cannot read a pool of this dtype here."""

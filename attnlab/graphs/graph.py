@@ -53,6 +53,11 @@ def capture(
         f"capture: {device} has no CUDA graphs; pass rerun=True to run the step again over the same fixed memory",
     )
     require(
+        rerun or not backend.engine.waits,
+        f"capture: the {backend.engine.name!r} engine waits for the device, which a CUDA graph cannot hold; use "
+        'engine="triton", or pass rerun=True',
+    )
+    require(
         backend.tracer is None,
         "capture: a recording is on, and a replay runs no Python that could record; end it first",
         RuntimeError,

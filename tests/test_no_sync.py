@@ -1,0 +1,115 @@
+"""No step waits for the device where its lengths live there: neither planning, nor attention, nor a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from attnlab.batch import Batch, DecodeBatch, DeviceLens, ExtendBatch, VerifyBatch
+from tests.serving import DRAFTS, POOLS, Server
+from tests.strategies import DEVICE
+from tests.syncs import Waited, no_waiting
+
+MODES = ["decode", "verify", "tree", "extend"]
+
+
+def on_device(server: Server, batch: Batch) -> Batch:
+    """The same batch, of which the host knows bounds alone."""
+    rows = batch.rows.to(DEVICE)
+
+    def lens(given: Any, each: int) -> DeviceLens:
+        return DeviceLens(device=given.device, bound_each=each, bound_total=given.bound_total, least=given.values)
+
+    match batch:
+        case DecodeBatch():
+            return DecodeBatch(rows=rows, seq=lens(batch.seq, server.size.context))
+        case ExtendBatch():
+            prefix = lens(batch.prefix, server.size.context - DRAFTS)
+            return ExtendBatch(rows=rows, prefix=prefix, new=lens(batch.new, DRAFTS), mask=batch.mask)
+        case VerifyBatch():
+            return VerifyBatch(
+                rows=rows,
+                prefix=lens(batch.prefix, server.size.context - DRAFTS),
+                drafts=lens(batch.drafts, DRAFTS),
+                depth=batch.depth,
+                mask=batch.mask,
+                ordered=batch.ordered,
+            )
+
+
+@contextmanager
+def nothing_waits(batch: Batch) -> Iterator[None]:
+    """On a GPU torch itself watches; on a CPU, where nothing ever waits, whatever would read numbers back is caught."""
+    if DEVICE == "cpu":
+        with no_waiting(on_host=[batch.rows]):
+            yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def served(
+    pool: str, mode: str, engine: str = "triton", **options: Any
+) -> tuple[Server, Batch, dict[str, torch.Tensor]]:
+    """A server with three requests, a step of that mode, and its inputs; one such step was taken before."""
+    server = Server(pool, engine=engine, policy="seed", device=DEVICE, modes=[mode], **options)
+    rows = [server.admit(n) for n in (40, 3, 17)]
+    first = server.batch(mode, rows)
+    server.graphs[mode].run(first, **server.tokens(server.graphs[mode].shape.live(first)))
+    batch = on_device(server, server.batch(mode, rows))
+    tokens = {"decode": 3, "extend": batch.new.bound_total if isinstance(batch, ExtendBatch) else 0}
+    return server, batch, server.tokens(tokens.get(mode, 3 * DRAFTS))
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("mode", MODES)
+def test_planning_and_attention_do_not_wait(pool: str, mode: str) -> None:
+    server, batch, inputs = served(pool, mode)
+    with nothing_waits(batch):
+        server.step(server.backend.plan(batch), **inputs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_planning_in_torch_does_not_wait(mode: str) -> None:
+    server = Server("unified sliding", engine="eager", policy="seed", device=DEVICE, modes=[])
+    batch = on_device(server, server.batch(mode, [server.admit(n) for n in (40, 3, 17)]))
+    with nothing_waits(batch):
+        server.backend.plan(batch)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_replay_does_not_wait(pool: str, mode: str) -> None:
+    server, batch, inputs = served(pool, mode)
+    with nothing_waits(batch):
+        server.graphs[mode].run(batch, **inputs)
+
+
+@pytest.mark.parametrize("mode", ["extend"])
+def test_a_step_in_one_pass_does_not_wait(mode: str) -> None:
+    server = Server("plain", engine="triton", policy="tile", device=DEVICE, modes=[mode], deterministic=True)
+    rows = [server.admit(n) for n in (40, 3, 17)]
+    host = server.batch(mode, rows)
+    batch, inputs = on_device(server, host), server.tokens(server.graphs[mode].shape.live(host))
+    server.step(server.backend.plan(batch), **inputs)
+    with nothing_waits(batch):
+        server.step(server.backend.plan(batch), **inputs)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="torch watches there")
+@pytest.mark.parametrize("read", ["item", "tolist", "cpu", "numpy", "__bool__", "__int__", "nonzero", "mask", "repeat"])
+def test_the_guard_catches_what_would_wait(read: str) -> None:
+    x = torch.ones(1, dtype=torch.int64)
+    reads = {"nonzero": x.nonzero, "mask": lambda: x[x > 0], "repeat": lambda: torch.repeat_interleave(x)}
+    reads |= {"repeat": lambda: x.repeat_interleave(x)}
+    with pytest.raises(Waited), no_waiting():
+        (reads.get(read) or getattr(x, read))()
+    with no_waiting(on_host=[x]):
+        assert x.tolist() == [1]
