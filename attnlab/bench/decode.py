@@ -102,7 +102,7 @@ def measure(shape: DecodeShape, policy: str, *, checked: int = 2) -> DecodeTime:
     return DecodeTime(policy=policy, time_us=graph_time_us(call), max_error=error)
 
 
-def graph_time_us(call: Callable[[], None]) -> float:
+def graph_time_us(call: Callable[[], object]) -> float:
     """Return the median time of a call, replayed from a CUDA graph. It must have run before."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
