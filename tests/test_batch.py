@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnlab.batch import MAX_LEN, DecodeBatch, DeviceLens, HostLens
+from attnlab.checks import describe
 from tests.strategies import DEVICE, lens
+from tests.syncs import no_waiting
 
 
 def on_device(*values: int) -> Tensor:
@@ -97,3 +99,9 @@ def test_a_batch_has_one_row_per_request() -> None:
 def test_an_idle_step_is_a_batch() -> None:
     batch = DecodeBatch(rows=torch.zeros(0, dtype=torch.int64), seq=HostLens.of([], device=DEVICE))
     assert (batch.seq.count, batch.seq.bound_max, batch.seq.bound_total) == (0, 0, 0)
+
+
+def test_a_batch_of_lengths_on_the_device_is_described_without_reading_them() -> None:
+    lens = DeviceLens(device=torch.tensor([5], dtype=torch.int32), bound_each=9, bound_total=9)
+    with no_waiting():
+        assert describe(lens) == "DeviceLens"

@@ -6,7 +6,9 @@ there the plan is made as ever and copied to where the first one lies.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -52,7 +54,7 @@ class PlanMemory:
         return renewed(self.first, epoch=self._planner.pool.epoch, turn=self.turn)
 
 
-def recorded_in(graph: torch.cuda.CUDAGraph, work: Callable[[], Any], pool: Any = None) -> Any:
+def recorded_in(graph: torch.cuda.CUDAGraph, work: Callable[[], Any]) -> Any:
     """Capture some work in a CUDA graph, after it ran twice, so that its kernels are compiled; return its result."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -60,8 +62,21 @@ def recorded_in(graph: torch.cuda.CUDAGraph, work: Callable[[], Any], pool: Any 
         for _ in range(2):
             work()
     torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph, pool=pool):
+    with no_collection(), torch.cuda.graph(graph):
         return work()
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect garbage now, and not before the end: a graph that is freed while another is captured breaks it."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def renewed(plan: Plan, *, epoch: int, turn: Turn) -> Plan:

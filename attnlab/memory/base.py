@@ -77,6 +77,11 @@ class BasePool:
                 rows[translation.target] = torch.where(both, a, 0), torch.where(both, b, 0)
             copy_rows(view, *rows[translation.target])  # the sink to itself where one has no page: no wait to drop it
 
+    def lets_go(self, layer: int) -> bool:
+        """Return False: what is stored stays until its owner leaves."""
+        self.view(layer)
+        return False
+
     def kept_from(self, layer: int, owner: Hashable, *, holding: int = 0) -> int:
         """Return the first position of this owner that the layer's storage still holds; 0 for unknown owners."""
         self.view(layer)

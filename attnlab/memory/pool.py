@@ -185,6 +185,9 @@ class KVPool(Protocol):
     def slide_out(self, owner: Hashable, *, query: int) -> None:
         """Free what no query of this owner at position `query` or later sees. ValueError where nothing can slide."""
 
+    def lets_go(self, layer: int) -> bool:
+        """Whether keys of this layer can slide out of its storage."""
+
     def kept_from(self, layer: int, owner: Hashable, *, holding: int = 0) -> int:
         """Return the first position of this owner that the layer's storage still holds; 0 for unknown owners."""
 

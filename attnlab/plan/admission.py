@@ -35,7 +35,8 @@ class _Asked(NamedTuple):
     @classmethod
     def of(cls, *lens: Lens) -> _Asked:
         if all(isinstance(each, HostLens) for each in lens):
-            values = [sum(mine) for mine in zip(*(each.least_each for each in lens), strict=True)]
+            known = [each.least_each for each in lens]
+            values = known[0] if len(known) == 1 else [sum(mine) for mine in zip(*known, strict=True)]
             return cls(values, max(values, default=0))
         return cls(None, sum(each.bound_max for each in lens))
 
@@ -110,6 +111,8 @@ class Admission:
         lengths = [asked.bound] * len(rows) if asked.values is None else asked.values
         name = "encoder.rows" if cross else "rows"
         for kind, layers in self._kinds(cross):
+            if not self.pool.lets_go(layers[0].pool_layer):
+                continue  # every step asks, for every request
             for r, (row, cached, length) in enumerate(zip(rows, least, lengths, strict=True)):
                 if length == 0:
                     continue
