@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attnlab
-from attnlab.batch import DecodeBatch
+from attnlab.batch import DecodeBatch, VerifyBatch
 from attnlab.eager import oracle
 from attnlab.inspect.contents import seed_of
 from attnlab.inspect.footprint import Footprint
@@ -97,6 +97,24 @@ def test_any_model_of_the_table_stands_on_the_bench() -> None:
         (layer,) = wb.layers
         spec = wb.model.layer(layer).attention
         assert wb.decode(layer).shape == (2, spec.heads, spec.v_dim)
+
+
+def test_tokens_come_and_go_by_the_cache_of_the_bench() -> None:
+    wb = bench([40, 3, 0])
+    row = wb.table.rows[0]
+    wb.cache.truncate(row, 30)
+    wb.cache.append(row, 2)
+    wb.cache.check_integrity()
+    assert wb.table.length(row) == wb.pool.allocator.tokens_of(row) == 32
+    with pytest.raises(ValueError, match="request 0 asks for 40 tokens, row 0 of the table holds 32"):
+        wb.plan()
+
+
+def test_the_bench_verifies_as_many_drafts_as_it_was_built_for() -> None:
+    wb = bench([40], max_drafts=3, layers=[18])
+    batch = VerifyBatch.chain(rows=wb.table.rows, prefix=[36], drafts=4, device="cpu")
+    with pytest.raises(ValueError, match="a request of up to 4 drafts, the scratch is for 3"):
+        wb.backend.partials(18, wb.backend.plan(batch))
 
 
 def test_the_bench_says_what_stands_on_it() -> None:

@@ -1,7 +1,7 @@
 """The door for notebooks: a whole backend, filled and ready, in one line.
 
 It adds no behaviour of its own. Every part is the plain object that a server would build: `wb.backend`, `wb.pool`,
-`wb.table`, `wb.batch`; step behind the door at any point.
+`wb.table`, `wb.cache`, `wb.batch`; step behind the door at any point.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from attnlab.inspect.merge import MergeSteps
 from attnlab.inspect.record import BUDGET_BYTES, Scores, record
 from attnlab.inspect.samples import LayerSample
 from attnlab.inspect.score_view import ScoreView, StageView
+from attnlab.memory.cache import PagedCache
 from attnlab.memory.pool import KVPool
 from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.pools.mla import MLAPool
@@ -40,19 +41,22 @@ FILL_STEP = 16
 class Workbench:
     """A model, a batch of requests whose keys and values are cached, and a backend over them.
 
-    `newest(layer)` gives the query, key and value of every request's last token, and `decode(layer)` runs them.
+    `newest(layer)` gives the query, key and value of every request's last token, and `decode(layer)` runs them. Tokens
+    come and go by `cache`; the bench's own batch is of the requests as they were filled.
     """
 
     def __init__(
         self,
         *,
         backend: AttentionBackend,
+        cache: PagedCache,
         batch: DecodeBatch,
         lens: Sequence[int],
         contents: dict[int, list[LayerSample]],
         seed: int,
     ) -> None:
-        self.backend, self.batch, self.lens, self.seed = backend, batch, tuple(lens), seed
+        self.backend, self.cache, self.batch = backend, cache, batch
+        self.lens, self.seed = tuple(lens), seed
         self.model, self.pool, self.table = backend.model, backend.pool, backend.table
         self._contents = contents
 
@@ -196,6 +200,7 @@ def workbench(
     page_size: int | None = None,
     context_len: int | None = None,
     multiprocessors: int | None = None,
+    max_drafts: int = 1,
     seed: int = 0,
 ) -> Workbench:
     """Build a backend over a filled cache: one request for each of `lens`.
@@ -205,7 +210,8 @@ def workbench(
     ends 17 r tokens before the text does (modulo 128), where its length allows. Other layers and models get
     normal numbers of a seed. `layers` are the recorded ones, or one of each kind, unless they are given.
     `multiprocessors` is the device's own, on a CPU an H200's 132. A model by name gets an fp16 cache of pages of one
-    slot, and its published context, unless told otherwise; a ModelSpec brings all of these.
+    slot, and its published context, unless told otherwise; a ModelSpec brings all of these. `max_drafts` is the most
+    that a verify step may bring of one request, as of the backend.
 
     >>> wb = workbench("SmolLM2-135M", lens=[2048, 96, 700], policy="seed", engine="eager")
     >>> wb.decode(18).shape
@@ -218,20 +224,22 @@ def workbench(
             length <= spec.context_len,
             f"lens: request {request} has {length:,} tokens, beyond the context of {spec.name}, {spec.context_len:,}",
         )
-    pool, table = _storage(spec, lens, device)
+    cache = _storage(spec, lens, device)
     contents = {layer.index: layer_contents(spec, layer, lens, seed=seed) for layer in spec.layers}
-    rows = _fill(spec, pool, table, contents, lens)
+    rows = _fill(spec, cache, contents, lens)
+    pool = cache.pool
     backend = AttentionBackend(
         model=spec,
         pool=pool,
-        table=table,
+        table=cache.table,
         engine=engine,
         policy=policy,
         max_requests=max(1, len(lens)),
         multiprocessors=_multiprocessors(pool.device) if multiprocessors is None else multiprocessors,
+        max_drafts=max_drafts,
     )
     batch = DecodeBatch.of(rows=rows, lens=lens, device=pool.device)
-    return Workbench(backend=backend, batch=batch, lens=lens, contents=contents, seed=seed)
+    return Workbench(backend=backend, cache=cache, batch=batch, lens=lens, contents=contents, seed=seed)
 
 
 def _lens(lens: Sequence[int]) -> list[int]:
@@ -258,30 +266,25 @@ def _spec(model: str | ModelSpec, layers: Sequence[int] | None, given: dict[str,
     return spec.only(tuple(recorded or sorted(first_of_kind.values())))
 
 
-def _storage(spec: ModelSpec, lens: Sequence[int], device: torch.device | str) -> tuple[KVPool, RequestTable]:
+def _storage(spec: ModelSpec, lens: Sequence[int], device: torch.device | str) -> PagedCache:
     pages = 1 + max(1, sum(-(-n // spec.page_size) for n in lens))
     num_slots = pages * spec.page_size
     pool: KVPool = (MLAPool if spec.mla else MHAPool)(spec, num_slots=num_slots, device=device)
     table = RequestTable(
         max_requests=max(1, len(lens)), max_context=max([1, *lens]), num_slots=num_slots, device=device
     )
-    return pool, table
+    return PagedCache(table=table, pool=pool)
 
 
-def _fill(
-    spec: ModelSpec,
-    pool: KVPool,
-    table: RequestTable,
-    contents: dict[int, list[LayerSample]],
-    lens: Sequence[int],
-) -> list[int]:
-    """Allocate every request's slots, enter them in the table, store keys and values; return the rows."""
-    rows = [table.admit() for _ in lens]
+def _fill(spec: ModelSpec, cache: PagedCache, contents: dict[int, list[LayerSample]], lens: Sequence[int]) -> list[int]:
+    """Give every request its slots, store keys and values; return the rows."""
+    rows = [cache.admit() for _ in lens]
     for at in range(0, max(lens, default=0), FILL_STEP):
         for row, length in zip(rows, lens, strict=True):
             more = min(FILL_STEP, length - at)
             if more > 0:
-                table.append(row, pool.allocator.allocate(row, more))
+                cache.append(row, more)
+    pool, table = cache.pool, cache.table
     for layer in spec.layers:
         for row, content in zip(rows, contents[layer.index], strict=True):
             k, v = content.k.to(pool.device), None if spec.mla else content.v.to(pool.device)
