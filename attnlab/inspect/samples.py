@@ -5,6 +5,7 @@ SmolLM2-135M-Instruct (Apache-2.0), after RoPE; see data/README.md for text, lay
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ from attnlab.assets import data_path, load_json
 from attnlab.checks import one_of, require
 
 MODEL = "SmolLM2-135M"
+ROPE_BASE = 100_000.0
+"""Of the model's rotary positions: pair i of a head's dimensions turns by `base ** (-2i / dim)` a position."""
 
 _FILES: dict[str, dict[int, tuple[str, str]]] = {
     # text -> layer -> (file, suffix of the tensors' names)
@@ -80,3 +83,19 @@ def random_layer(
     shapes = ((queries, heads, qk_dim), (tokens, kv_heads, qk_dim), (tokens, kv_heads, v_dim))
     q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
     return LayerSample(q=q, k=k, v=v)
+
+
+def turned(x: Float[Tensor, "tokens heads qk_dim"], by: Sequence[int]) -> Float[Tensor, "tokens heads qk_dim"]:
+    """Return recorded queries or keys as RoPE has them `by[i]` positions later; by 0 they are the same bits.
+
+    Nothing but the position changes. In layer 0, whose rows depend on the token alone, that is what the model computes
+    there; in later layers a row keeps what it knows of the words that stood before it.
+    Source of the method: RoFormer (Su et al., 2021), with dimensions 2i and 2i + 1 as pairs.
+    """
+    require(len(by) == x.shape[0], f"by: expected a distance for each of {x.shape[0]} tokens, got {len(by)}")
+    dim = x.shape[-1]
+    speed = ROPE_BASE ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    angle = torch.tensor(by, dtype=torch.float64)[:, None, None] * speed  # (tokens, 1, pairs)
+    real, imaginary = x.double().unflatten(-1, (-1, 2)).unbind(-1)
+    pairs = (real * angle.cos() - imaginary * angle.sin(), real * angle.sin() + imaginary * angle.cos())
+    return torch.stack(pairs, -1).flatten(-2).to(x.dtype)
