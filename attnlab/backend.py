@@ -280,8 +280,9 @@ class AttentionBackend:
         """Store the drafts' K and V, then attend with each of them over splits; return `[tokens, heads, v_dim]`.
 
         Arguments are those of `extend`, which gives the same result without splits. The cached keys are cut as the
-        policy says, and loaded once for all drafts of a request and all heads of a group. Of a deterministic backend
-        the bits depend on the request alone; they are those of this path, not of the extend that stores a token later.
+        policy says, and loaded once for as many rows (drafts x heads of a group) as a program has room for. Of a
+        deterministic backend the bits depend on the request alone; they are those of this path, not of the extend that
+        stores a token later.
         """
         require(isinstance(plan, VerifyPlan), f"plan: expected a VerifyPlan, got {type(plan).__name__}", TypeError)
         self.check_current(plan)
