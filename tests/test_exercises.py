@@ -140,6 +140,20 @@ def test_a_list_or_a_state_that_is_changed_in_place_is_noticed() -> None:
         ("08-2", [-1, 0, 0, 0, 0], "the deepest has depth 1 only"),
         ("08-2", [-1, 0, 0], "There should be 5 drafts, got 3 parents"),
         ("08-2", [-1, 2, 0, 0, 0], "parents: draft 1: expected an earlier draft, 0 to 0, got 2"),
+        ("12-1", [107, 104, 54], "(a): that is its place in the batch. How many steps is draft 7 away from the root?"),
+        ("12-1", [104, 104, 54], "(a) is one too far: the 100 cached tokens stand at 0 to 99, so the root at 100"),
+        ("12-1", [3, 104, 54], "(a): the root stands at 100. Draft 7 follows 5, and so on"),
+        ("12-1", [103, 108, 54], "(b): those would be all drafts up to 7"),
+        ("12-1", [103, 103, 54], "(b) is one too few: a draft sees itself as well"),
+        ("12-1", [103, 4, 54], "(b): it sees 100 cached keys and the drafts on its path"),
+        ("12-1", [103, 104, 53], "(c) is one too early: the window of 50 counts the draft's own key"),
+        ("12-1", [103, 104, 58], "(c): that is counted from its place in the batch"),
+        ("12-1", [103, 104, 0], "(c): the draft stands at 103, and sees 50 positions with its own"),
+        ("12-1", [103, 104], "a list of three numbers, (a), (b) and (c), got [103, 104]"),
+        ("12-2", list(range(13)), "The path is [0, 2, 6, 9, 12] now, and 4 rows would still move"),
+        ("12-2", [0, 2, 6, 9, 1, 12, 3, 4, 5, 7, 8, 10, 11], "The path is [0, 1, 2, 3, 5] now, and 1 row would still"),
+        ("12-2", [0, 2, 6, 9, 12], "no order of the drafts: order: expected each of 13 drafts once"),
+        ("12-2", [0, 6, 2, 9, 12, 1, 3, 4, 5, 7, 8, 10, 11], "order: draft [6] comes before the one that it follows"),
         ("15-1", [143, 144], "a page of 16 is freed as a whole"),
         ("15-1", [128, 128], "The window of 50 counts the query's own key: 193 sees back to 144"),
         ("15-1", [144, 144], "You rounded up: the query at 192 still sees keys of the page"),
@@ -172,6 +186,8 @@ def test_a_typical_mistake_gets_a_hint(number: str, answer: object, hint: str) -
         ("04-1", torch.tensor(5)),
         ("08-1", torch.tensor([85, 85, 104])),
         ("08-2", torch.tensor([-1, 0, 1, 1, 0])),
+        ("12-1", torch.tensor([103, 104, 54])),
+        ("12-2", torch.tensor([0, 2, 6, 9, 12, 3, 7, 10, 1, 4, 5, 8, 11])),
         ("15-1", torch.tensor([128, 144])),
         ("15-2", torch.tensor(42)),
     ],
@@ -370,6 +386,50 @@ LISTS: dict[str, tuple[Callable[..., Any], str]] = {
 def test_the_list_of_a_window(mistake: str) -> None:
     answer, hint = LISTS[mistake]
     assert hint in said("08-3", answer)
+
+
+# The judge of drafts
+
+
+def judge(
+    *, root: bool = True, by_parent: bool = True, by_word: bool = True, steps: int = 99, of: int = 0
+) -> Callable[..., Any]:
+    """A walk down the tree; `of` 1 asks the child, and not its parent, what the target has chosen."""
+
+    def accepted(parents: list[int], tokens: list[str], chosen: list[str]) -> list[int]:
+        path = [0]
+        for draft in range(1, len(parents)):
+            asks = draft if of else path[-1]
+            follows = parents[draft] == path[-1] or not by_parent
+            if follows and (tokens[draft] == chosen[asks] or not by_word) and len(path) <= steps:
+                path.append(draft)
+        return path if root else path[1:]
+
+    return accepted
+
+
+JUDGES: dict[str, tuple[Callable[..., Any], str]] = {
+    "right": (judge(), "yes"),
+    "a tensor": (lambda *tree: torch.tensor(judge()(*tree)), "yes"),
+    "without the root": (judge(root=False), "expected [0, 2], got [2]. The path begins with the root"),
+    "another branch": (judge(by_parent=False), "got [0, 2, 5]. Draft 5 does not follow draft 2, but 3"),
+    "any child": (judge(by_word=False), "After draft 0 the target chooses 'c', and draft 1 says 'b'"),
+    "one step": (judge(steps=1), "After draft 1 the target chooses 'c'; draft 2 follows it and says that"),
+    "asks the child": (
+        judge(of=1),
+        "expected [0, 2], got [0]. After draft 0 the target chooses 'c'; draft 2 follows it and",
+    ),
+    "one number": (lambda *tree: 0, "expected a list of drafts, got 0"),
+    "no numbers": (lambda *tree: [0.5], "Expected whole numbers, got [0.5]"),
+    "no draft": (lambda *tree: [0, 99], "There is no draft 99"),
+    "too long": (lambda *tree: [*judge()(*tree), 0], "Draft 0 does not follow draft 2, but -1: it is on another path"),
+}
+
+
+@pytest.mark.parametrize("mistake", JUDGES)
+def test_a_judge_of_drafts(mistake: str) -> None:
+    answer, hint = JUDGES[mistake]
+    assert hint in said("12-3", answer)
 
 
 # Translation

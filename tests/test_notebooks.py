@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "notebooks"
 LESSONS = sorted(FOLDER.glob("[0-9]*.ipynb"))
 SECONDS = 60
-MAY_IMPORT = {"attnlab", "torch", "triton", "numpy", "einops", "matplotlib", "ipywidgets", "math"}
+MAY_IMPORT = {"attnlab", "dataclasses", "torch", "triton", "numpy", "einops", "matplotlib", "ipywidgets", "math"}
 HEADINGS = [
     "Setup",
     "The smallest case by hand",

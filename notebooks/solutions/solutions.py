@@ -147,6 +147,26 @@ def visible(slots, position, window, chunk):
     return start, slots[start : position + 1]
 
 
+# %% 12-1
+# The path of draft 7 is 0, 2, 5, 7, so it stands 3 behind the root's 100, and sees 100 keys and 4 drafts. The window
+# counts its own key: 103 - 50 + 1.
+answer_12_1 = [103, 104, 54]
+
+# %% 12-2
+# The path first, then all others in their old order. Any order will do that keeps parents before children.
+answer_12_2 = [0, 2, 6, 9, 12, 1, 3, 4, 5, 7, 8, 10, 11]
+
+
+# %% 12-3
+def accepted(parents, tokens, chosen):
+    """Return the path that the target agrees with."""
+    path = [0]
+    for draft, (parent, token) in enumerate(zip(parents, tokens, strict=True)):
+        if parent == path[-1] and token == chosen[parent]:
+            path.append(draft)
+    return path
+
+
 # %% 15-1
 # The query at 192 sees back to 143, which is in the page that begins at 128. The one at 193 sees back to 144, where a
 # page begins.
