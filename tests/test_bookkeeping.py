@@ -18,8 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from attnlab import graphs
 from attnlab.batch import Batch, DecodeBatch, DeviceLens, ExtendBatch, VerifyBatch
 from attnlab.eager.index import EagerPlanOps
+from attnlab.graphs.memory import PlanMemory
 from attnlab.kernels.index import TritonPlanOps
 from attnlab.mask import CAUSAL, CustomMask
 from attnlab.memory.cache import PagedCache
@@ -139,6 +141,7 @@ class World:
             one_pass=setting.one_pass,
         )
         self.epochs = (self.pool.epoch, self.book.epoch)
+        self.memories: dict[Any, PlanMemory] = {}
 
     def _pool(self) -> KVPool:
         s, model = self.setting, self.model
@@ -221,9 +224,52 @@ class World:
             assert plan.queries.most == max(theirs.new, default=0)
             if theirs.mask is not None:
                 assert isinstance(plan.queries.mask, CustomMask) and plan.queries.mask.bits.tolist() == theirs.mask
+        self.replay(mine, theirs, wanted)
         layers = range(len(self.model.layers))
         plan.validate(num_slots={self.pool.translation(i).target: self.pool.view(i).num_slots for i in layers})
         return self.explain(plan, theirs, pick)
+
+    def replay(self, mine: Batch, theirs: book.Batch, wanted: Sequence[book.Lists]) -> None:
+        """Fill the plan of a graph of more requests with the same step: live rows are as ever, all others empty."""
+        plan = self.memory(mine).fill(mine)
+        reqs, missing = len(theirs.rows), ROWS + 2 - len(theirs.rows)
+        assert plan.epoch == self.pool.epoch
+        for layer, lists in zip(self.model.layers, wanted, strict=True):
+            lane = plan.lane(layer.index)
+            index = lane.layout.index
+            assert index.indptr.tolist() == lists.indptr + lists.indptr[-1:] * missing
+            assert index.slots[: lists.indptr[-1]].tolist() == lists.flat
+            assert not index.slots[lists.indptr[-1] :].any()
+            assert lane.layout.start[:reqs].tolist() == lists.start
+            assert lane.write_slots[: len(lists.write_ids)].tolist() == lists.write_ids
+            assert not lane.write_slots[len(lists.write_ids) :].any()
+            if isinstance(lane, Lane):
+                padded = self.ranges([*lists.lens, *[0] * missing], layer.attention)
+                assert [list(ranges) for ranges in lane.splits.to_host().ranges] == padded
+                lane.validate_splits()
+        if not isinstance(plan, DecodePlan):
+            tokens = theirs.q_indptr[-1]
+            assert plan.queries.indptr.tolist() == theirs.q_indptr + [tokens] * missing
+            assert plan.queries.positions[:tokens].tolist() == theirs.q_positions
+            assert plan.queries.mask_indptr[: reqs + 1].tolist() == theirs.mask_indptr
+            if theirs.mask is not None:
+                assert plan.queries.bits is not None
+                assert plan.queries.bits[: len(theirs.mask)].tolist() == theirs.mask
+
+    def memory(self, batch: Batch) -> PlanMemory:
+        """The memory of a graph that serves a batch: one for each mode, for as long as the world lasts."""
+        masked = not isinstance(batch, DecodeBatch) and isinstance(batch.mask, CustomMask)
+        key = (type(batch), masked)
+        if key not in self.memories:
+            size = {"requests": ROWS + 2, "longest": CONTEXT}
+            shape: graphs.Shape = graphs.DecodeShape(**size)
+            if isinstance(batch, ExtendBatch):
+                shape = graphs.ExtendShape(**size, new=CONTEXT, masked=masked)
+            elif isinstance(batch, VerifyBatch):
+                shape = graphs.VerifyShape(requests=ROWS + 2, longest=CONTEXT + 9, drafts=9, masked=masked)
+            memory = shape.memory(device=self.pool.device, max_tokens=self.pool.num_slots)
+            self.memories[key] = PlanMemory(self.planner, memory, max_ranges=10**6, recorded=False)
+        return self.memories[key]
 
     def explain(self, plan: Plan, theirs: book.Batch, pick: Callable[[int], int]) -> int:
         asked = [(r, i) for r, n in enumerate(theirs.new) for i in range(n)]

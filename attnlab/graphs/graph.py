@@ -78,7 +78,7 @@ class Graph:
         self.backend, self.shape, self.rerun = backend, shape, rerun
         self._step = step
         self.inputs = {name: _fixed(name, x, shape.tokens, backend) for name, x in inputs.items()}
-        self.batch = shape.memory(backend)
+        self.batch = shape.memory(device=backend.pool.device, max_tokens=backend.max_tokens)
         self._memory = PlanMemory(
             backend.planner, self.batch, max_ranges=backend.workspace.max_ranges, recorded=not rerun
         )

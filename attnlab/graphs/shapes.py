@@ -55,8 +55,11 @@ class Shape(ABC):
         return replace(self, longest=longest)
 
     @abstractmethod
-    def memory(self, backend: AttentionBackend) -> Batch:
-        """Return a batch of padding alone, in memory that each step's batch is copied to."""
+    def memory(self, *, device: torch.device, max_tokens: int) -> Batch:
+        """Return a batch of padding alone, in memory that each step's batch is copied to.
+
+        Its requests have at most `max_tokens` cached tokens together.
+        """
 
     def check(self, batch: Batch) -> None:
         """Raise unless a step of this batch was captured; the words name what came and what was captured."""
@@ -92,19 +95,18 @@ class Shape(ABC):
             raise ValueError("longest: not known before the shape meets a backend; call bounded() first")
         return self.longest
 
-    def _cached(self, backend: AttentionBackend, each: int) -> DeviceLens:
-        """Return room for lengths of cached tokens, which are no more together than the backend was built for."""
-        zeros = torch.zeros(self.requests, dtype=torch.int32, device=backend.pool.device)
-        total = min(self.requests * each, backend.max_tokens)
-        return DeviceLens(device=zeros, bound_each=each, bound_total=total)
+    def _cached(self, each: int, device: torch.device, max_tokens: int) -> DeviceLens:
+        """Return room for lengths of cached tokens."""
+        zeros = torch.zeros(self.requests, dtype=torch.int32, device=device)
+        return DeviceLens(device=zeros, bound_each=each, bound_total=min(self.requests * each, max_tokens))
 
-    def _new(self, backend: AttentionBackend) -> DeviceLens:
+    def _new(self, device: torch.device) -> DeviceLens:
         """Return room for lengths of new tokens: each has a row of the inputs, a padded one too."""
-        zeros = torch.zeros(self.requests, dtype=torch.int32, device=backend.pool.device)
+        zeros = torch.zeros(self.requests, dtype=torch.int32, device=device)
         return DeviceLens(device=zeros, bound_each=self.each, bound_total=self.tokens)
 
-    def _rows(self, backend: AttentionBackend) -> Tensor:
-        return torch.zeros(self.requests, dtype=torch.int64, device=backend.pool.device)
+    def _rows(self, device: torch.device) -> Tensor:
+        return torch.zeros(self.requests, dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,9 +127,9 @@ class DecodeShape(Shape):
         """Decodes."""
         return DecodeBatch
 
-    def memory(self, backend: AttentionBackend) -> DecodeBatch:
+    def memory(self, *, device: torch.device, max_tokens: int) -> DecodeBatch:
         """Return the padding of a decode."""
-        return DecodeBatch(rows=self._rows(backend), seq=self._cached(backend, self._longest()))
+        return DecodeBatch(rows=self._rows(device), seq=self._cached(self._longest(), device, max_tokens))
 
     def _check_lens(self, batch: Batch) -> None:
         if isinstance(batch, DecodeBatch):
@@ -165,11 +167,11 @@ class ExtendShape(Shape):
         """Extends."""
         return ExtendBatch
 
-    def memory(self, backend: AttentionBackend) -> ExtendBatch:
+    def memory(self, *, device: torch.device, max_tokens: int) -> ExtendBatch:
         """Return the padding of an extend."""
-        prefix, new = self._cached(backend, self._longest()), self._new(backend)
+        prefix, new = self._cached(self._longest(), device, max_tokens), self._new(device)
         mask = room_for_mask(prefix, new) if self.masked else CAUSAL
-        return ExtendBatch(rows=self._rows(backend), prefix=prefix, new=new, mask=mask)
+        return ExtendBatch(rows=self._rows(device), prefix=prefix, new=new, mask=mask)
 
     def _check_lens(self, batch: Batch) -> None:
         if isinstance(batch, ExtendBatch):
@@ -216,14 +218,14 @@ class VerifyShape(Shape):
         )
         return Shape.bounded(self, backend)
 
-    def memory(self, backend: AttentionBackend) -> VerifyBatch:
+    def memory(self, *, device: torch.device, max_tokens: int) -> VerifyBatch:
         """Return the padding of a verify."""
-        prefix, drafts = self._cached(backend, self._longest() - self.drafts), self._new(backend)
+        prefix, drafts = self._cached(self._longest() - self.drafts, device, max_tokens), self._new(device)
         return VerifyBatch(
-            rows=self._rows(backend),
+            rows=self._rows(device),
             prefix=prefix,
             drafts=drafts,
-            depth=torch.zeros(self.tokens, dtype=torch.int32, device=backend.pool.device),
+            depth=torch.zeros(self.tokens, dtype=torch.int32, device=device),
             mask=room_for_mask(prefix, drafts) if self.masked else CAUSAL,
             ordered=not self.masked,
         )
