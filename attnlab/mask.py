@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int, UInt8
+from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
 from attnlab.checks import contiguous, require, tensor
@@ -27,13 +27,15 @@ CAUSAL = Causal()
 class CustomMask:
     """One byte for every pair, flat: request after request, row-major `new x (cached + new)`; 0 hides the key.
 
-    It alone decides, of cached keys too. Source: the tree attention of SpecInfer (Miao et al., 2024) and EAGLE.
+    It alone decides, of cached keys too; `cached_visible`: of new keys alone, every cached one is seen whatever its
+    byte says, which then goes unread. Source: the tree attention of SpecInfer (Miao et al., 2024) and EAGLE.
 
     >>> CustomMask.of_trees([[-1, 0, 0]], cached=[2], device="cpu").bits.view(3, 5).tolist()
     [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 0, 1]]
     """
 
     bits: UInt8[Tensor, " pairs"]
+    cached_visible: bool = False
 
     def __post_init__(self) -> None:
         contiguous("mask", tensor("mask", self.bits, shape=["pairs"], dtype=torch.uint8))
@@ -60,6 +62,13 @@ class CustomMask:
             for tree, n in zip(parents, cached, strict=True)
         ]
         return cls(bits=cls.of(rows).bits.to(device, non_blocking=True))
+
+    def rows_of(self, at: int, *, new: int, cached: int) -> Bool[Tensor, "new keys"]:
+        """Return what a request's new tokens see; its bytes begin at `at`."""
+        seen = self.bits[at : at + new * (cached + new)].view(new, cached + new) != 0
+        if self.cached_visible:
+            seen[:, :cached] = True
+        return seen
 
 
 Mask = Causal | CustomMask

@@ -13,7 +13,7 @@ from torch import Tensor
 from attnlab.backend import AttentionBackend
 from attnlab.batch import DecodeBatch, ExtendBatch, VerifyBatch
 from attnlab.eager import oracle
-from attnlab.mask import CAUSAL, CustomMask
+from attnlab.mask import CustomMask
 from tests.cases import FP8, MODIFY, Layer, device_of, kept, storage
 from tests.tolerances import LSE, output
 
@@ -36,6 +36,7 @@ class Case(Layer):
     prefix: tuple[int, ...] = (0, 37, 130, 5)
     new: tuple[int, ...] = (70, 9, 1, 0)
     mask: str | None = None
+    cached_visible: bool = False
     policy: str = "tile"
     one_pass: bool = False
     read_back: bool = False
@@ -80,6 +81,8 @@ CASES = [
     Case(id="mask", why="a mask decides, in the prefix too, and beyond the query's own tile", mask="random"),
     Case(id="mask-far", why="a mask shows keys beyond the query's own tile", mask="random", prefix=(5,), new=(150,)),
     Case(id="mask-window", why="a mask within a window that was clipped", mask="random", window=40),
+    Case(id="mask-new", why="a mask of new keys alone", mask="random", cached_visible=True),
+    Case(id="mask-new-window", why="a mask of new keys in a window", mask="random", cached_visible=True, window=40),
     Case(id="mask-nothing", why="queries that see no key", mask="some rows hidden"),
     Case(id="mask-nothing-sinks", why="queries that see no key, beside a sink", mask="some rows hidden", sinks=True),
     Case(id="tree", why="drafts see their ancestors", mask="tree", prefix=(8, 200, 0), new=(7, 12, 3)),
@@ -116,6 +119,7 @@ CASES = [
     Case(id="one-pass-not-causal", why="one list, no causality", one_pass=True, causal=False),
     Case(id="one-pass-chunk", why="tiles before a chunk's border", one_pass=True, chunk=32),
     Case(id="one-pass-mask", why="one list, a mask", one_pass=True, mask="random", window=100),
+    Case(id="one-pass-mask-new", why="one list, a mask of new keys", one_pass=True, mask="random", cached_visible=True),
     Case(id="one-pass-scales", why="all keys are scaled", one_pass=True, k_scale=0.5, v_scale=0.25, sinks=True),
     Case(id="fp16", why="half precision", dtype=torch.float16, kv_dtype=torch.float16),
     Case(
@@ -210,7 +214,10 @@ class Stand:
             return VerifyBatch.tree(parents=self.inputs.parents, **common)
         if case.mask == "chain":
             return VerifyBatch.chain(drafts=list(case.new), **common)
-        mask = CAUSAL if case.mask is None else CustomMask(bits=CustomMask.of(self.inputs.bits).bits.to(self.device))
+        if case.mask is None:
+            return ExtendBatch.of(new=case.new, **common)
+        bits = CustomMask.of(self.inputs.bits).bits.to(self.device)
+        mask = CustomMask(bits=bits, cached_visible=case.cached_visible)
         return ExtendBatch.of(new=case.new, mask=mask, **common)
 
     @property
@@ -319,7 +326,8 @@ class Stand:
             shown = [True] * p + [j in lines[i] for j in range(n)]
             return p + depth[i], [*range(p), *(p + d for d in depth)], shown
         if case.mask in ("random", "some rows hidden"):
-            return p + i, list(range(p + n)), self.inputs.bits[r][i].tolist()
+            bits = self.inputs.bits[r][i].tolist()
+            return p + i, list(range(p + n)), [True] * p + bits[p:] if case.cached_visible else bits
         behind = [j <= i or (not case.causal and (case.window is None or j < i + case.window)) for j in range(n)]
         return p + i, list(range(p + n)), [True] * p + behind
 

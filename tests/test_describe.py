@@ -302,6 +302,20 @@ def test_a_mask_that_is_no_tree_is_found_out():
     assert TreeView.of(plan, request=0, layer=1).astray == (2,)
 
 
+def test_a_mask_of_new_keys_alone_is_told_as_what_is_seen():
+    made = Stand([4], spare=3, page=1)
+    batch = VerifyBatch.tree(rows=made.rows, prefix=[4], parents=[[-1, 0, 0]], device="cpu")
+    hidden = batch.mask.bits.view(3, 7).clone()
+    hidden[:, :4] = 0
+    mask = CustomMask(bits=hidden.flatten(), cached_visible=True)
+    told, tree = (made.planner().build(b) for b in (dataclasses.replace(batch, mask=mask), batch))
+    keys = [[reading.keys for i in range(3) for reading in plan.explain(0, i)] for plan in (told, tree)]
+    assert keys[0] == keys[1]
+    steps = [Step.of(plan, request=0, layer=1) for plan in (told, tree)]
+    assert (steps[0].bits == steps[1].bits).all()
+    assert "a mask of 21 bits among new tokens" in str(describe(told))
+
+
 def test_texts_are_of_the_drafts_or_of_all_keys():
     plan = stand(window=8).chain(3)
     view = TreeView.of(plan, request=1, layer=0, tokens=["a", "b", "c"])

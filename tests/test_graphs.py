@@ -258,6 +258,13 @@ def test_a_mask_where_none_was_captured_is_refused() -> None:
         graph.plan(replace(batch, mask=CAUSAL))
 
 
+def test_a_mask_of_new_keys_alone_is_refused() -> None:
+    server, graph = captured("tree")
+    batch = tree_batch(server, two(server))
+    with pytest.raises(ValueError, match="mask: speaks of new keys alone .* the graph reads its bits of cached"):
+        graph.plan(replace(batch, mask=replace(batch.mask, cached_visible=True)))
+
+
 def test_another_mode_is_refused_by_name() -> None:
     server, graph = captured()
     rows = two(server)

@@ -106,6 +106,19 @@ def test_a_draft_that_sees_nothing_gives_nothing(engine: str, device: str) -> No
 
 
 @engines
+def test_a_mask_of_drafts_alone_shows_every_cached_key(engine: str, device: str) -> None:
+    stand = Stand(CHAIN.but(mask="tree", prefix=(8, 70, 0), new=(7, 3, 5)), engine, device)
+    tree = stand.batch.mask
+    noise = torch.rand(tree.bits.shape[0], device=device) < 0.5
+    for r, (p, n) in enumerate(zip(stand.case.prefix, stand.case.new, strict=True)):
+        at = sum(n * (p + n) for p, n in zip(stand.case.prefix[:r], stand.case.new[:r], strict=True))
+        noise[at : at + n * (p + n)].view(n, p + n)[:, p:] = True
+    mask = CustomMask(bits=tree.bits * noise, cached_visible=True)
+    plan = stand.backend.plan(replace(stand.batch, mask=mask))
+    assert torch.equal(stand.backend.verify(1, *stand.new(), plan), stand.run("verify")[0])
+
+
+@engines
 def test_lengths_that_only_the_device_knows(engine: str, device: str) -> None:
     """Rows beyond the live drafts, and scratch that no range owns, are left alone."""
     stand = Stand(CHAIN.but(prefix=(70, 9), new=(4, 3)), engine, device)

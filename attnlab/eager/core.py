@@ -58,7 +58,8 @@ def visible_keys(
     if isinstance(mask, CustomMask):
         have = mask.bits.shape[0]
         # What a mask lacks is hidden: where only the device knows the lengths nobody could check its size.
-        return visible & (bit < have) & (mask.bits[bit.clamp(max=have - 1)] != 0) if have else visible & False
+        shown = (bit < have) & (mask.bits[bit.clamp(max=have - 1)] != 0) if have else visible & False
+        return visible & (shown | (kv_number < 0)) if mask.cached_visible else visible & shown
     if sight.causal:
         return visible & (kv_number <= q_number)
     return visible if sight.window is None else visible & (kv_pos - q_pos < sight.window)

@@ -263,11 +263,16 @@ def check_bound(name: str, lens: Lens, most: int) -> None:
 
 
 def check_mask(mask: Mask, *, masked: bool) -> None:
-    """Raise ValueError where a mask comes to a graph that was captured without one."""
+    """Raise ValueError where a mask comes to a graph that was captured without one, or for another kind."""
     require(
         masked or not isinstance(mask, CustomMask),
         f"mask: got {mask.bits.shape[0] if isinstance(mask, CustomMask) else 0:,} bits, the graph was captured for 0, "
         "without a mask; capture with masked=True",
+    )
+    require(
+        not isinstance(mask, CustomMask) or not mask.cached_visible,
+        "mask: speaks of new keys alone (cached_visible), the graph reads its bits of cached keys too; set these to 1 "
+        "and cached_visible to False",
     )
 
 

@@ -152,7 +152,8 @@ def _facts(plan: Plan) -> list[str]:
             facts.append(f"{plan.multiprocessors} multiprocessors")
     if not isinstance(plan, DecodePlan):
         mask = plan.queries.mask
-        facts.append(f"a mask of {len(mask.bits):,} bits" if isinstance(mask, CustomMask) else "causal")
+        scope = " among new tokens" if plan.queries.cached_visible else ""
+        facts.append(f"a mask of {len(mask.bits):,} bits{scope}" if isinstance(mask, CustomMask) else "causal")
     return facts
 
 

@@ -239,6 +239,7 @@ def _extend_variant(shape: Shape, target: Target, *, one_pass: bool = False, mos
         q_dtype=shape.dtype,
         most=most,
         masked=shape.masked,
+        cached_visible=False,
         ordered=not shape.masked,
         one_pass=one_pass,
         parts="all",
@@ -256,7 +257,13 @@ def _extend_variant(shape: Shape, target: Target, *, one_pass: bool = False, mos
 
 def _verify_variant(shape: Shape, target: Target, *, rows: int | None = None) -> Variant:
     constants, options = verify.verify_constants(
-        spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype, rows=rows, masked=shape.masked
+        spec=shape.spec(),
+        view=shape.view(),
+        target=target,
+        q_dtype=shape.dtype,
+        rows=rows,
+        masked=shape.masked,
+        cached_visible=False,
     )
     return Variant(
         name=f"verify: {shape.name}" + (f", {rows} rows" if rows else ""),

@@ -133,7 +133,7 @@ class Step:
         else:
             at = int(plan.queries.indptr[request])
             positions = _host(plan.queries.positions[at : at + count])
-            bits = _bits(plan.queries, request, new=count, keys=cached + count)
+            bits = _bits(plan.queries, request, new=count, cached=cached)
         return cls(
             mode=mode_of(plan),
             request=request,
@@ -220,9 +220,8 @@ def _host(x: Tensor) -> Ints:
     return np.asarray(x.cpu().numpy(), dtype=np.int64)
 
 
-def _bits(queries: Queries, request: int, *, new: int, keys: int) -> Bools | None:
+def _bits(queries: Queries, request: int, *, new: int, cached: int) -> Bools | None:
     if not isinstance(queries.mask, CustomMask):
         return None
     at = int(queries.mask_indptr[request])
-    bits = queries.mask.bits[at : at + new * keys].cpu().numpy()
-    return np.asarray(bits.reshape(new, keys) != 0)
+    return np.asarray(queries.mask.rows_of(at, new=new, cached=cached).cpu().numpy(), dtype=np.bool_)

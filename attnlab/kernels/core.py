@@ -298,6 +298,7 @@ def visible_keys(
     HAS_MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
+    CACHED_VISIBLE: tl.constexpr,
 ):
     """[queries, keys]: which keys a query sees, by sight and then by mask or causality.
 
@@ -312,8 +313,13 @@ def visible_keys(
     if HAS_MASK:
         bit = bits_row[:, None] + column[None, :]
         # Where only the device knows the lengths nobody could check the mask's size: what it lacks is hidden.
-        bits = tl.load(bits_ptr + bit, mask=visible & (bit < num_bits), other=0)
-        visible = visible & (bits != 0)
+        asked = visible & (bit < num_bits)
+        if CACHED_VISIBLE:
+            asked = asked & (kv_number[None, :] >= 0)
+        shown = tl.load(bits_ptr + bit, mask=asked, other=0) != 0
+        if CACHED_VISIBLE:
+            shown = shown | (kv_number[None, :] < 0)
+        visible = visible & shown
     elif CAUSAL:
         visible = visible & (kv_number[None, :] <= q_number[:, None])
     elif HAS_WINDOW:

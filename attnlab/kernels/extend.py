@@ -98,6 +98,7 @@ def extend(call: ExtendCall, *, target: Target) -> None:
         q_dtype=call.q.dtype,
         most=None if call.batch_invariant else queries.most,
         masked=queries.bits is not None,
+        cached_visible=queries.cached_visible,
         ordered=queries.ordered,
         one_pass=call.one_pass,
         parts=call.parts,
@@ -169,6 +170,7 @@ def extend_constants(
     q_dtype: torch.dtype,
     most: int | None,
     masked: bool,
+    cached_visible: bool,
     ordered: bool,
     one_pass: bool,
     parts: str,
@@ -189,6 +191,7 @@ def extend_constants(
         "ORDERED": ordered,
         "CAUSAL": spec.sight.causal,
         **sight_constants(spec, masked=masked),
+        "CACHED_VISIBLE": cached_visible,
         "HAS_SINKS": has_sinks,
         "HAS_LSE": has_lse,
     }
@@ -263,6 +266,7 @@ def _extend_kernel(
     HAS_MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
+    CACHED_VISIBLE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
@@ -355,6 +359,7 @@ def _extend_kernel(
         HAS_MASK,
         HAS_WINDOW,
         HAS_CHUNK,
+        CACHED_VISIBLE,
     )
     acc = acc * v_scale
 

@@ -61,6 +61,7 @@ def attend_list(
     HAS_MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
+    CACHED_VISIBLE: tl.constexpr,
 ):
     """The softmax state after entries `first` to `last` of a list, whose first one stands at position `start`."""
     for at in range(first, last, BLOCK_N):
@@ -85,6 +86,7 @@ def attend_list(
             HAS_MASK,
             HAS_WINDOW,
             HAS_CHUNK,
+            CACHED_VISIBLE,
         )
         running_max, running_sum, acc = attend_tile(
             running_max,
@@ -200,6 +202,7 @@ def attend_new(
             HAS_MASK,
             HAS_WINDOW,
             HAS_CHUNK,
+            False,
         )
         running_max, running_sum, acc = attend_tile(
             running_max,

@@ -103,6 +103,7 @@ def verify_split(call: VerifyCall, *, target: Target) -> None:
         q_dtype=call.q.dtype,
         rows=None if call.batch_invariant else rows,
         masked=queries.bits is not None,
+        cached_visible=queries.cached_visible,
     )
     q = lifted(call.q, target)
     bias = q if call.aux is None else call.aux  # any tensor will do where no modifier reads it
@@ -227,6 +228,7 @@ def verify_constants(
     q_dtype: torch.dtype,
     rows: int | None,
     masked: bool,
+    cached_visible: bool,
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the split kernel's compile-time arguments and launch options."""
     compute = compute_dtype(q_dtype, view.k.dtype)
@@ -236,6 +238,7 @@ def verify_constants(
         "BLOCK_M": config.block_m,
         **tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n),
         **sight_constants(spec, masked=masked),
+        "CACHED_VISIBLE": cached_visible,
         "PDL": target.has_pdl,
     }
     return constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -322,6 +325,7 @@ def _verify_split_kernel(
     HAS_MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
+    CACHED_VISIBLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # 1. What is mine: a range of one request's cached keys, for one KV head, and a tile of (draft, head) pairs.
@@ -404,6 +408,7 @@ def _verify_split_kernel(
         HAS_MASK,
         HAS_WINDOW,
         HAS_CHUNK,
+        CACHED_VISIBLE,
     )
 
     # 3. Leave the states.

@@ -63,11 +63,11 @@ class Query:
         return new is None or new <= self.number or not sight.causal
 
 
-def mask_row(mask: Mask, offset: int, *, number: int, keys: int) -> Sequence[int] | None:
-    """Return the bits of a request's query, whose mask begins at `offset`. Waits for the device."""
+def mask_row(mask: Mask, offset: int, *, number: int, new: int, cached: int) -> Sequence[int] | None:
+    """Return which keys a request's query sees, whose mask begins at `offset`. Waits for the device."""
     if not isinstance(mask, CustomMask):
         return None
-    row: list[int] = mask.bits[offset + number * keys : offset + (number + 1) * keys].tolist()
+    row: list[int] = mask.rows_of(offset, new=new, cached=cached)[number].tolist()
     return row
 
 

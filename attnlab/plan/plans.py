@@ -162,6 +162,11 @@ class Queries:
         """The bits of a custom mask; None where causality decides."""
         return self.mask.bits if isinstance(self.mask, CustomMask) else None
 
+    @property
+    def cached_visible(self) -> bool:
+        """Whether a custom mask shows every cached key."""
+        return isinstance(self.mask, CustomMask) and self.mask.cached_visible
+
     def validate(self, prefix: Lens, new: Lens) -> None:
         """Read all tensors (waits for the device); raise ValueError where any of them is inconsistent."""
         for lens in (prefix, new):
@@ -288,7 +293,7 @@ def _explain(
         cached=cached,
         siblings=tuple(siblings),
         number=query,
-        bits=mask_row(queries.mask, offset, number=query, keys=cached + end - first),
+        bits=mask_row(queries.mask, offset, number=query, new=end - first, cached=cached),
     )
     return tuple(
         reading(
