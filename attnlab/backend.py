@@ -225,6 +225,10 @@ class AttentionBackend:
         view, cross = self.pool.view(spec.pool_layer), spec.attention.cross
         self._check_apart(q=q, k=k, v=v, out=out, lse=lse)
         one_of("parts", parts, ("all", "cached", "new"))
+        require(
+            parts == "all" or cross or sinks is None,
+            f"parts, sinks: {parts!r} keys alone have no sink; pass None, and join it once after the merge",
+        )
         one_pass = isinstance(plan, ExtendPlan) and plan.one_pass
         if isinstance(plan, ExtendPlan) and one_pass != self.deterministic:
             made = "in one pass, for a deterministic backend" if one_pass else "for a backend that is not deterministic"

@@ -26,9 +26,9 @@ class ExtendCall:
     v_dim]`, all fp32, fp16 or bf16; `lse` `[tokens, heads]` fp32 or None; `sinks` `[heads]` exactly where the layer has
     them; `aux` `[tokens, heads, width]` exactly where its modifier reads one. Under MLA `v` is `k`'s first columns.
     `one_pass`: the lists hold the new tokens too, which then are read from the pool. `parts` leaves the cached or the
-    new keys out, for results that are merged by their LSE elsewhere; positions stay the same. A part has no sink, which
-    joins once, after the merge. `k` and `v` may be None where the call does not read them. `batch_invariant`: no tile
-    may depend on what else is in the batch.
+    new keys out, for results that are merged by their LSE elsewhere; positions stay the same. A part needs no sink,
+    which joins once, after the merge; one that is given joins the part. `k` and `v` may be None where the call does not
+    read them. `batch_invariant`: no tile may depend on what else is in the batch.
     """
 
     layer: int
@@ -49,15 +49,11 @@ class ExtendCall:
 
     def __post_init__(self) -> None:
         one_of("parts", self.parts, ("all", "cached", "new"))
-        require(
-            self.parts == "all" or self.spec.cross or self.sinks is None,
-            f"parts, sinks: {self.parts!r} keys alone have no sink; pass None, and join it once after the merge",
-        )
         require(self.parts == "all" or not self.one_pass, "parts: one pass reads one list, which cannot be told apart")
         _check(
             self,
             reads_new=self.parts != "cached" and not self.one_pass,
-            takes_sinks=self.parts == "all" or self.spec.cross,
+            takes_sinks=self.parts == "all" or self.spec.cross or self.sinks is not None,
         )
 
 
