@@ -22,12 +22,12 @@ from attnlab.memory.pool import KVPool
 from attnlab.memory.requests import RequestTable
 from attnlab.plan.admission import Admission, Kind
 from attnlab.plan.index import KVIndex
-from attnlab.plan.layout import Extent, KVLayout, seen, together
+from attnlab.plan.layout import Extent, KVLayout, positions_behind, seen, together
 from attnlab.plan.ops import PlanOps
 from attnlab.plan.plans import DecodePlan, ExtendLane, ExtendPlan, Lane, Plan, Queries, VerifyPlan
 from attnlab.plan.policy import HostPolicy, SplitContext, SplitPolicy
 from attnlab.plan.schedule import Schedule
-from attnlab.plan.splits import cut_lens, owner_of
+from attnlab.plan.splits import cut_lens
 from attnlab.spec import LayerSpec, ModelSpec, Sight
 
 ONE_PASS_TILE = 128
@@ -268,18 +268,11 @@ class Planner:
     def _queries(
         self, prefix: Lens, new: Lens, lists: _Lists, mask: Mask, *, depth: Tensor | None, ordered: bool
     ) -> Queries:
-        indptr, tokens = lists.extent.indptr, lists.capacity
-        cached, counts = _held(prefix), indptr.diff()
-        if tokens and prefix.count:
-            number = torch.arange(tokens, dtype=torch.int32, device=indptr.device)
-            request = owner_of(number, indptr)
-            within = number - indptr[request] if depth is None else depth
-            positions = torch.where(number < indptr[-1], cached[request] + within, 0)
-        else:
-            positions = torch.zeros(tokens, dtype=torch.int32, device=indptr.device)
+        indptr, cached = lists.extent.indptr, _held(prefix)
+        counts = indptr.diff()
         return Queries(
             indptr=indptr,
-            positions=positions,
+            positions=positions_behind(cached, indptr, tokens=lists.capacity, depth=depth),
             ordered=ordered,
             most=min(new.bound_max, new.bound_total),
             mask=mask,

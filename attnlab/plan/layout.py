@@ -12,6 +12,7 @@ from torch import Tensor
 from attnlab.batch import DeviceLens, HostLens, Lens
 from attnlab.checks import contiguous, require, tensor
 from attnlab.plan.index import KVIndex
+from attnlab.plan.splits import owner_of
 from attnlab.spec import Sight
 
 
@@ -117,3 +118,22 @@ def together(a: Lens, b: Lens) -> Lens:
         bound_each=a.bound_max + b.bound_max,
         bound_total=a.bound_total + b.bound_total,
     )
+
+
+def positions_behind(
+    cached: Int[Tensor, " reqs"],
+    indptr: Int[Tensor, " reqs_1"],
+    *,
+    tokens: int,
+    depth: Int[Tensor, " tokens"] | None = None,
+) -> Int[Tensor, " tokens"]:
+    """Return where new tokens stand, int32: one behind the other after the cached ones, or at `depth` among the new.
+
+    Those of request r are `indptr[r]` up to the next entry; tokens that are nobody's get 0.
+    """
+    if tokens == 0 or cached.shape[0] == 0:
+        return torch.zeros(tokens, dtype=torch.int32, device=indptr.device)
+    number = torch.arange(tokens, dtype=torch.int32, device=indptr.device)
+    request = owner_of(number, indptr)
+    within = number - indptr[request] if depth is None else depth
+    return torch.where(number < indptr[-1], cached[request] + within, 0)
