@@ -37,6 +37,30 @@ class EagerPlanOps:
         live = (entry < indptr[-1]) & (column < table.shape[1])
         return torch.where(live, table[rows[req], column.clamp(max=table.shape[1] - 1)].long(), 0)
 
+    def gather_shard(
+        self,
+        ids: Tensor,
+        *,
+        table: Tensor,
+        rows: Tensor,
+        first: Tensor,
+        lens: Tensor,
+        starts: Tensor,
+        ranks: int,
+    ) -> None:
+        """Fill the live entries of `ids` with what one rank reads, and leave the others."""
+        if rows.shape[0] == 0 or ids.shape[0] == 0:
+            return
+        entry = torch.arange(ids.shape[0], dtype=torch.int64, device=ids.device)
+        # Of requests that begin at one entry all but the last are empty: the last is found.
+        req = (torch.searchsorted(starts.long(), entry, right=True) - 1).clamp(min=0)
+        within = entry - starts[req]
+        column = first[req] + within * ranks
+        live = (within >= 0) & (within < lens[req])
+        slots = table[rows[req], column.clamp(0, table.shape[1] - 1)].long() // ranks
+        found = torch.where((column >= 0) & (column < table.shape[1]), slots, 0)
+        ids.copy_(torch.where(live, found, ids))
+
     def join(
         self, *, first: Tensor, first_indptr: Tensor, second: Tensor, second_indptr: Tensor
     ) -> tuple[Tensor, Tensor]:

@@ -66,6 +66,39 @@ class TritonPlanOps:
                 )
         return ids
 
+    def gather_shard(
+        self,
+        ids: Tensor,
+        *,
+        table: Tensor,
+        rows: Tensor,
+        first: Tensor,
+        lens: Tensor,
+        starts: Tensor,
+        ranks: int,
+    ) -> None:
+        """Computes: `ids[starts[r] + j]` = `table[rows[r], first[r] + j * ranks] // ranks` for j below `lens[r]`.
+
+        Shapes: `table [max_requests, max_context]` int32; `rows`, `first`, `lens`, `starts` `[reqs]` integers; `ids`
+        of any length. Grid: one program per request, which fills its list in chunks.
+        Reads/writes: nothing else; columns are kept inside the table, entries inside `ids`.
+        """
+        if rows.shape[0] and ids.shape[0]:
+            with launching_on(self.device):
+                _gather_shard_kernel[(rows.shape[0],)](
+                    table,
+                    rows,
+                    first,
+                    lens,
+                    starts,
+                    ids,
+                    ids.shape[0],
+                    table.stride(0),
+                    table.shape[1],
+                    ranks,
+                    BLOCK=_BLOCK,
+                )
+
     def join(
         self, *, first: Tensor, first_indptr: Tensor, second: Tensor, second_indptr: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -203,6 +236,35 @@ def _gather_kernel(
         tl.store(ids_ptr + entry, id.to(tl.int64), mask=live)
 
 
+@jit(do_not_specialize=("capacity", "ranks"))
+def _gather_shard_kernel(
+    table_ptr,
+    rows_ptr,
+    first_ptr,
+    lens_ptr,
+    starts_ptr,
+    ids_ptr,
+    capacity,
+    table_stride,
+    columns,
+    ranks,
+    BLOCK: tl.constexpr,
+):
+    # Reference: create_triton_kv_indices_for_dcp_triton.
+    req = tl.program_id(0)
+    row = tl.load(rows_ptr + req).to(tl.int64)  # rows * columns may pass 2^31
+    first = tl.load(first_ptr + req).to(tl.int64)
+    list_start = tl.load(starts_ptr + req).to(tl.int64)
+    length = tl.load(lens_ptr + req).to(tl.int32)
+    for at in range(0, length, BLOCK):
+        entry = at + tl.arange(0, BLOCK)
+        column = first + entry.to(tl.int64) * ranks
+        live = (entry < length) & (list_start + entry < capacity)
+        inside = live & (column >= 0) & (column < columns)
+        id = tl.load(table_ptr + row * table_stride + column, mask=inside, other=0)
+        tl.store(ids_ptr + list_start + entry, (id // ranks).to(tl.int64), mask=live)
+
+
 @jit(do_not_specialize=("first_length", "second_length"))
 def _join_kernel(
     first_ptr,
@@ -271,6 +333,7 @@ def _causal_kernel(bits_ptr, offsets_ptr, new_ptr, keys_ptr, pairs, BLOCK: tl.co
 
 KERNELS = {
     "gather": _gather_kernel,
+    "gather shard": _gather_shard_kernel,
     "extent": _extent_kernel,
     "join": _join_kernel,
     "translate": _translate_kernel,

@@ -45,6 +45,26 @@ class PlanOps(Protocol):
     ) -> Int[Tensor, " capacity"]:
         """Return int64 ids: entry `indptr[r] + j` is `table[rows[r], max(start[r] + j, first[r])]`. The tail is 0."""
 
+    def gather_shard(
+        self,
+        ids: Int[Tensor, " capacity"],
+        *,
+        table: Int[Tensor, "max_requests max_context"],
+        rows: Int[Tensor, " reqs"],
+        first: Int[Tensor, " reqs"],
+        lens: Int[Tensor, " reqs"],
+        starts: Int[Tensor, " reqs"],
+        ranks: int,
+    ) -> None:
+        """Fill `ids[starts[r] + j]` with `table[rows[r], first[r] + j * ranks] // ranks` for j below `lens[r]`.
+
+        Nothing else of `ids` is written: it may be longer than the lists, and lists may lie apart. One of `ranks`
+        context-parallel ranks has every so-manieth position, from its first one on, in a storage of its own (see
+        `plan.dcp`); with one rank it is a plain copy. Requests are in the order of their `starts`.
+
+        Reference: create_triton_kv_indices_for_dcp_triton, create_flashinfer_kv_indices_triton.
+        """
+
     def join(
         self,
         *,

@@ -97,6 +97,51 @@ def test_gather_repeats_the_first_key_in_front_of_it(ops: str) -> None:
 
 @both_ops
 @given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 30), st.integers(0, 2)), max_size=5
+    ),
+    ranks=st.integers(1, 5),
+    data=st.data(),
+    tail=st.integers(0, 3),
+)
+def test_a_shard_holds_its_ranks_positions_and_touches_nothing_else(
+    ops: str, requests: list[tuple[int, int, int, int]], ranks: int, data: st.DataObject, tail: int
+) -> None:
+    """Lists of one rank, with gaps between them: slots of the whole pool become places in the rank's own storage."""
+    rank = data.draw(st.integers(0, ranks - 1))
+    table = [[(7 * row + 3 * column) * ranks + column % ranks for column in range(70)] for row in range(4)]
+    wanted, firsts, lens, starts = [], [], [], []
+    for row, start, length, gap in requests:
+        mine = [p for p in range(start, start + length) if p % ranks == rank]
+        starts.append(len(wanted))
+        firsts.append(start + (rank - start) % ranks)
+        lens.append(len(mine))
+        wanted += [table[row][p] // ranks for p in mine] + [-5] * gap
+    ids = ints([-5] * (len(wanted) + tail), torch.int64)
+    OPS[ops].gather_shard(
+        ids,
+        table=ints(table),
+        rows=ints([row for row, *_ in requests]),
+        first=ints(firsts),
+        lens=ints(lens),
+        starts=ints(starts),
+        ranks=ranks,
+    )
+    assert ids.tolist() == wanted + [-5] * tail
+
+
+@both_ops
+def test_a_shard_is_read_inside_the_table_and_written_inside_the_list(ops: str) -> None:
+    table = torch.arange(100, 110, dtype=torch.int32, device=DEVICE).view(1, 10)
+    fenced = ints([-5] * 6, torch.int64)
+    OPS[ops].gather_shard(
+        fenced[:4], table=table, rows=ints([0]), first=ints([8]), lens=ints([6]), starts=ints([0]), ranks=1
+    )
+    assert fenced.tolist() == [108, 109, 0, 0, -5, -5]
+
+
+@both_ops
+@given(
     lists=st.lists(
         st.tuples(st.lists(st.integers(1, 99), max_size=5), st.lists(st.integers(1, 99), max_size=5)), max_size=5
     ),
