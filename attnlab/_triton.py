@@ -12,7 +12,17 @@ from typing import Any
 from attnlab import _boot
 from attnlab._boot import INTERPRETED
 
-__all__ = ["PROBLEM", "device_clock", "jit", "multiprocessor", "release_dependents", "tl", "triton", "wait_for_earlier"]
+__all__ = [
+    "PROBLEM",
+    "device_clock",
+    "is_jitted",
+    "jit",
+    "multiprocessor",
+    "release_dependents",
+    "tl",
+    "triton",
+    "wait_for_earlier",
+]
 
 if _boot.PROBLEM is not None:
     raise ValueError(_boot.PROBLEM)
@@ -62,3 +72,8 @@ def jit(function: Callable[..., Any] | None = None, *, do_not_specialize: tuple[
     if triton is None:
         return _CannotLaunch(function)
     return triton.jit(function, do_not_specialize=list(do_not_specialize))
+
+
+def is_jitted(function: object) -> bool:
+    """Whether this is what `triton.jit` makes of a function, compiled or interpreted."""
+    return triton is not None and isinstance(function, triton.JITFunction | InterpretedFunction)
