@@ -1,0 +1,17 @@
+"""SGLang's Triton attention: its public names and call signatures, over our objects.
+
+Code written against them runs by changing its imports. Every function takes one more argument, by name:
+`engine="triton"`, which is what the original runs (interpreted where there is no GPU), or "eager", vectorised torch.
+Windows are the original's number, a radius: W earlier keys and the query itself. Where a value differs from the
+original's, the function's docstring says so.
+"""
+
+from attnlab.compat.sglang.dcp import cp_lse_ag_out_rs_mha as cp_lse_ag_out_rs_mha
+from attnlab.compat.sglang.dcp import get_dcp_lens as get_dcp_lens
+from attnlab.compat.sglang.indices import build_unified_kv_indices as build_unified_kv_indices
+from attnlab.compat.sglang.indices import create_flashinfer_kv_indices_triton as create_flashinfer_kv_indices_triton
+from attnlab.compat.sglang.indices import (
+    create_triton_kv_indices_for_dcp_triton as create_triton_kv_indices_for_dcp_triton,
+)
+from attnlab.compat.sglang.indices import get_num_kv_splits_triton as get_num_kv_splits_triton
+from attnlab.compat.sglang.indices import update_sliding_window_buffer as update_sliding_window_buffer
