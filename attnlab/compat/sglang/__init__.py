@@ -8,6 +8,11 @@ original's, the function's docstring says so.
 
 from attnlab.compat.sglang.dcp import cp_lse_ag_out_rs_mha as cp_lse_ag_out_rs_mha
 from attnlab.compat.sglang.dcp import get_dcp_lens as get_dcp_lens
+from attnlab.compat.sglang.decode import decode_attention_fwd as decode_attention_fwd
+from attnlab.compat.sglang.decode import decode_attention_fwd_grouped as decode_attention_fwd_grouped
+from attnlab.compat.sglang.decode import decode_attention_fwd_normal as decode_attention_fwd_normal
+from attnlab.compat.sglang.extend import extend_attention_fwd as extend_attention_fwd
+from attnlab.compat.sglang.extend import extend_attention_fwd_unified as extend_attention_fwd_unified
 from attnlab.compat.sglang.indices import build_unified_kv_indices as build_unified_kv_indices
 from attnlab.compat.sglang.indices import create_flashinfer_kv_indices_triton as create_flashinfer_kv_indices_triton
 from attnlab.compat.sglang.indices import (
@@ -15,3 +20,5 @@ from attnlab.compat.sglang.indices import (
 )
 from attnlab.compat.sglang.indices import get_num_kv_splits_triton as get_num_kv_splits_triton
 from attnlab.compat.sglang.indices import update_sliding_window_buffer as update_sliding_window_buffer
+from attnlab.compat.sglang.mods import relative_bias_score_mod as relative_bias_score_mod
+from attnlab.compat.sglang.verify import verify_splitkv_fwd as verify_splitkv_fwd

@@ -6,12 +6,15 @@ shapes, and what only the device knows is held to them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnlab.checks import describe, last_axis_contiguous, number, own_memory, positive, require, tensor, whole
+from attnlab.compat.sglang.mods import modifier
 from attnlab.engines import Engine, engine_for
 from attnlab.mask import CAUSAL, CustomMask, Mask
 from attnlab.memory.pool import KVView, check_storage
@@ -23,7 +26,7 @@ from attnlab.plan.policy import MIN_BLOCK, SplitBounds, SplitSizes
 from attnlab.plan.schedule import Schedule
 from attnlab.plan.splits import splits_of_sizes
 from attnlab.plan.workspace import Partials
-from attnlab.spec import AttentionSpec, ScoreMod
+from attnlab.spec import AttentionSpec
 
 INTEGERS = (torch.int32, torch.int64)
 MAX_INT32 = 2**31 - 1
@@ -148,29 +151,34 @@ def check_rank(dcp_size: int, dcp_rank: int) -> None:
 # --- Attention --------------------------------------------------------------------------------------------------
 
 
-def attention_spec(
+def attention_of(
     name: str,
     q: Tensor,
     view: KVView,
     *,
+    engine: Engine,
     sm_scale: float | None,
-    logit_cap: float | None,
-    xai_temperature_len: int | None,
-    sinks: Tensor | None,
-    mod: ScoreMod | None,
+    logit_cap: float | None = None,
+    xai_temperature_len: int | None = None,
+    sinks: Tensor | None = None,
+    score_mod: Any = None,
+    aux_tensors: Sequence[Tensor] | None = None,
     causal: bool = True,
     sliding_window_size: int | None = None,
-) -> AttentionSpec:
-    """Return the attention of queries `[tokens, heads, qk_dim]` over a view, checked under the name `name`.
+) -> tuple[AttentionSpec, Tensor | None]:
+    """Return the attention of queries `[tokens, heads, qk_dim]` over a view, and the tensor that its modifier reads.
 
-    `sm_scale` None is one over the root of qk_dim. A cap or temperature length that is not positive is none. The
-    window's number is a radius, the visible keys minus one: W becomes our window of W + 1; None, -1 and 0 see all.
+    The queries are checked as the argument `name`. `sm_scale` None is one over the root of qk_dim. A cap or temperature
+    length that is not positive is none. The window's number is a radius, the visible keys minus one: W becomes our
+    window of W + 1; None, -1 and 0 see all.
     """
-    kv_heads, qk_dim = view.kv_heads, view.k.shape[-1]
-    tensor(name, q, shape=("tokens", "heads", qk_dim), dtype=FLOATS, device=view.k.device, hint="as the keys have it")
+    engine.check_storage(view.k.dtype)
+    kv_heads, qk_dim, device = view.kv_heads, view.k.shape[-1], view.k.device
+    tensor(name, q, shape=("tokens", "heads", qk_dim), dtype=FLOATS, device=device, hint="as the keys have it")
     last_axis_contiguous(name, q)
     heads = q.shape[1]
     require(heads % kv_heads == 0, f"{name}: expected a multiple of the {kv_heads} KV heads, got {heads} heads")
+    mod, aux = modifier(score_mod, aux_tensors, q=q, engine=engine)
     cap = 0.0 if logit_cap is None else number("logit_cap", logit_cap, positive=False)
     temperature = -1 if xai_temperature_len is None else whole("xai_temperature_len", xai_temperature_len)
     require(temperature != 1, "xai_temperature_len: expected more than 1 or -1, got 1, whose logarithm is 0")
@@ -188,8 +196,8 @@ def attention_spec(
         mod=mod,
         has_sinks=sinks is not None,
     )
-    check_sinks(spec, sinks, view.k.device)
-    return spec
+    check_sinks(spec, sinks, device)
+    return spec, aux
 
 
 def output_rows(name: str, out: Tensor, q: Tensor, view: KVView) -> Tensor:
