@@ -11,6 +11,8 @@ from attnlab.compat.sglang.dcp import get_dcp_lens as get_dcp_lens
 from attnlab.compat.sglang.decode import decode_attention_fwd as decode_attention_fwd
 from attnlab.compat.sglang.decode import decode_attention_fwd_grouped as decode_attention_fwd_grouped
 from attnlab.compat.sglang.decode import decode_attention_fwd_normal as decode_attention_fwd_normal
+from attnlab.compat.sglang.drafts import draft_kv_indices_buffer_width as draft_kv_indices_buffer_width
+from attnlab.compat.sglang.drafts import draft_kv_indices_used_len as draft_kv_indices_used_len
 from attnlab.compat.sglang.extend import extend_attention_fwd as extend_attention_fwd
 from attnlab.compat.sglang.extend import extend_attention_fwd_unified as extend_attention_fwd_unified
 from attnlab.compat.sglang.indices import build_unified_kv_indices as build_unified_kv_indices
@@ -20,5 +22,9 @@ from attnlab.compat.sglang.indices import (
 )
 from attnlab.compat.sglang.indices import get_num_kv_splits_triton as get_num_kv_splits_triton
 from attnlab.compat.sglang.indices import update_sliding_window_buffer as update_sliding_window_buffer
+from attnlab.compat.sglang.masks import TreeMaskMode as TreeMaskMode
+from attnlab.compat.sglang.masks import VerifyMask as VerifyMask
+from attnlab.compat.sglang.masks import maybe_create_verify_mask as maybe_create_verify_mask
 from attnlab.compat.sglang.mods import relative_bias_score_mod as relative_bias_score_mod
+from attnlab.compat.sglang.records import KVWriteLoc as KVWriteLoc
 from attnlab.compat.sglang.verify import verify_splitkv_fwd as verify_splitkv_fwd
