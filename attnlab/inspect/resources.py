@@ -130,6 +130,7 @@ EVERYTHING: dict[str, Any] = {
     "sinks": True,
     "masked": True,
 }
+TREE = replace(GQA, name="gqa 4 x 128, draft tree", masked=True)
 SHAPES = [
     GQA,
     replace(GQA, name="gqa 4 x 128, fp8", kv_dtype=FP8),
@@ -140,7 +141,7 @@ SHAPES = [
     replace(GQA, name="gqa 4 x 128, window (Mistral)", window=4096),
     replace(GQA, name="gqa 5 x 128, chunk, temperature (Llama-4)", heads=40, chunk=8192, temperature_len=8192),
     replace(GQA, name="gqa 6 x 128, cap, temperature (Grok)", heads=48, softcap=30.0, temperature_len=1024),
-    replace(GQA, name="gqa 4 x 128, draft tree", masked=True),
+    TREE,
     Shape(
         name="gqa 8 x 64, window, sinks (gpt-oss)", heads=64, kv_heads=8, qk_dim=64, v_dim=64, window=128, sinks=True
     ),
@@ -161,6 +162,8 @@ SHAPES = [
     Shape(name="mla 20 x 288/256", heads=20, kv_heads=1, qk_dim=288, v_dim=256, mla=True),
     replace(MLA, name="mla 20 x 288/256, fp32", heads=20, qk_dim=288, v_dim=256, dtype=FP32, kv_dtype=FP32),
 ]
+NEW_ALONE = " of new keys alone"
+"""Added to the names of variants whose mask leaves cached keys alone."""
 MERGED = ("gqa 4 x 128 (Llama-3)", "gqa 3 x 64 (SmolLM2)", "gqa 2 x 256 (Gemma)", "mha 80 (StableLM)", MLA.name)
 
 
@@ -185,6 +188,8 @@ def variants(target: Target) -> Iterator[Variant]:
     for rows in (16, 32):
         yield _verify_variant(GQA, target, rows=rows)
     yield _verify_variant(MLA, target, rows=16)
+    yield _extend_variant(TREE, target, cached_visible=True)
+    yield _verify_variant(TREE, target, cached_visible=True)
     for shape in SHAPES:
         if shape.mod is not None or shape.name in MERGED:
             yield _verify_merge_variant(shape, target)
@@ -231,7 +236,9 @@ def _scores_variant(shape: Shape, target: Target) -> Variant:
     )
 
 
-def _extend_variant(shape: Shape, target: Target, *, one_pass: bool = False, most: int | None = None) -> Variant:
+def _extend_variant(
+    shape: Shape, target: Target, *, one_pass: bool = False, most: int | None = None, cached_visible: bool = False
+) -> Variant:
     constants, options = extend.extend_constants(
         spec=shape.spec(),
         view=shape.view(),
@@ -239,7 +246,7 @@ def _extend_variant(shape: Shape, target: Target, *, one_pass: bool = False, mos
         q_dtype=shape.dtype,
         most=most,
         masked=shape.masked,
-        cached_visible=False,
+        cached_visible=cached_visible,
         ordered=not shape.masked,
         one_pass=one_pass,
         parts="all",
@@ -247,7 +254,9 @@ def _extend_variant(shape: Shape, target: Target, *, one_pass: bool = False, mos
         has_lse=shape.sinks,
     )
     return Variant(
-        name=f"extend{' in one pass' * one_pass}: {shape.name}" + (f", {most} queries" if most else ""),
+        name=f"extend{' in one pass' * one_pass}: {shape.name}"
+        + (f", {most} queries" if most else "")
+        + NEW_ALONE * cached_visible,
         kernel=extend._extend_kernel,
         pointers=_several(shape),
         constants=constants,
@@ -255,7 +264,7 @@ def _extend_variant(shape: Shape, target: Target, *, one_pass: bool = False, mos
     )
 
 
-def _verify_variant(shape: Shape, target: Target, *, rows: int | None = None) -> Variant:
+def _verify_variant(shape: Shape, target: Target, *, rows: int | None = None, cached_visible: bool = False) -> Variant:
     constants, options = verify.verify_constants(
         spec=shape.spec(),
         view=shape.view(),
@@ -263,10 +272,10 @@ def _verify_variant(shape: Shape, target: Target, *, rows: int | None = None) ->
         q_dtype=shape.dtype,
         rows=rows,
         masked=shape.masked,
-        cached_visible=False,
+        cached_visible=cached_visible,
     )
     return Variant(
-        name=f"verify: {shape.name}" + (f", {rows} rows" if rows else ""),
+        name=f"verify: {shape.name}" + (f", {rows} rows" if rows else "") + NEW_ALONE * cached_visible,
         kernel=verify._verify_split_kernel,
         pointers=_several(shape),
         constants=constants,
