@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnlab import mask
 from attnlab.memory.pool import Translation
-from attnlab.plan.layout import Extent
+from attnlab.plan.layout import DraftLists, Extent
 from attnlab.plan.ops import check_joined
 from attnlab.plan.policy import SplitContext, SplitPolicy, SplitSizes
 from attnlab.plan.splits import offsets_of, owner_of
@@ -99,6 +99,47 @@ class EagerPlanOps:
         causal = column <= (keys - new)[req] + query
         torch.where(bit < offsets[-1], causal.to(bits.dtype), bits, out=bits)
 
+    def drafts(
+        self,
+        *,
+        table: Tensor,
+        rows: Tensor,
+        cached: Tensor,
+        stride: Tensor,
+        topk: int,
+        steps: int,
+        sight: Sight,
+        translation: Translation,
+        capacity: int,
+    ) -> DraftLists:
+        """Return what every branch sees in every step."""
+        branches = rows.shape[0] * topk
+        lists = DraftLists.zeros(steps=steps, branches=branches, capacity=capacity, device=table.device)
+        if not branches or not steps:
+            return lists
+        number = torch.arange(branches, device=table.device)
+        row, length, own = rows[number // topk], cached[number // topk], number % topk * stride[number // topk]
+        step = torch.arange(steps, dtype=torch.int32, device=table.device)[:, None]
+        end = torch.where(length > 0, length + step + 1, 0)
+        start = torch.minimum(sight.first(end - 1), end)
+        lists.start.copy_(start)
+        lists.indptr[:, 1:] = (end - start).long().cumsum(1).clamp(max=capacity)
+        entry = torch.arange(capacity, device=table.device).expand(steps, capacity)
+        owner = torch.searchsorted(lists.indptr[:, 1:].contiguous(), entry.int(), right=True).clamp(max=branches - 1)
+        position = start.gather(1, owner) + entry - lists.indptr.gather(1, owner)
+        column = position + torch.where(position < length[owner], 0, own[owner])
+        live = entry < lists.indptr[:, -1:]
+        lists.slots.copy_(_stored(table, row[owner], column, live, translation))
+        lists.write.copy_(_stored(table, row, length + own + step, length > 0, translation))
+        return lists
+
     def sizes(self, policy: SplitPolicy, lens: Tensor, ctx: SplitContext) -> SplitSizes:
         """Return the policy's range sizes."""
         return policy.sizes(lens, ctx)
+
+
+def _stored(table: Tensor, rows: Tensor, columns: Tensor, live: Tensor, translation: Translation) -> Tensor:
+    """Return the storage ids of the table's entries; the sink where they are not live, or beyond the table."""
+    live = live & (columns < table.shape[1])
+    ids = table[rows, columns.clamp(max=table.shape[1] - 1)]
+    return torch.where(live, translation.apply(torch.where(live, ids, 0)), 0)

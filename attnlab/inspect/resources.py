@@ -193,12 +193,22 @@ def variants(target: Target) -> Iterator[Variant]:
     for shape in SHAPES:
         if shape.mod is not None or shape.name in MERGED:
             yield _verify_merge_variant(shape, target)
-    names = ("rows_ptr", "ids_ptr", "pages_ptr", "translated_ptr", "joined_ptr", "offsets_ptr")
+    names = (
+        "rows_ptr",
+        "ids_ptr",
+        "pages_ptr",
+        "translated_ptr",
+        "joined_ptr",
+        "offsets_ptr",
+        "slots_ptr",
+        "write_ptr",
+    )
     long = dict.fromkeys(names, torch.int64)
     for name, kernel in index.KERNELS.items():
         lists = dict.fromkeys(("first_ptr", "second_ptr"), torch.int64) if name == "join" else {}
+        constants = {"BLOCK": 512} | ({"TRANSLATED": True} if name == "drafts" else {})
         yield Variant(
-            name=name, kernel=kernel, pointers={**long, **lists}, constants={"BLOCK": 512}, options={"num_warps": 4}
+            name=name, kernel=kernel, pointers={**long, **lists}, constants=constants, options={"num_warps": 4}
         )
     yield Variant(
         name="seed counts",

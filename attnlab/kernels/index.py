@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from attnlab._triton import jit, tl
+from attnlab.kernels.drafts import drafts_kernel, fill_drafts
+from attnlab.kernels.index_core import first_seen, storage_ids
 from attnlab.kernels.target import launching_on
 from attnlab.memory.pool import Translation
-from attnlab.plan.layout import Extent
+from attnlab.plan.layout import DraftLists, Extent
 from attnlab.plan.ops import check_joined
 from attnlab.plan.policy import SplitContext, SplitPolicy, SplitSizes
 from attnlab.spec import Sight
@@ -171,6 +173,27 @@ class TritonPlanOps:
             with launching_on(self.device):
                 _causal_kernel[(new.shape[0], most)](bits, offsets, new, keys, bits.shape[0], BLOCK=_BLOCK)
 
+    def drafts(
+        self,
+        *,
+        table: Tensor,
+        rows: Tensor,
+        cached: Tensor,
+        stride: Tensor,
+        topk: int,
+        steps: int,
+        sight: Sight,
+        translation: Translation,
+        capacity: int,
+    ) -> DraftLists:
+        """Return what every branch sees in every step: see `attnlab.kernels.drafts`."""
+        branches = rows.shape[0] * topk
+        lists = DraftLists.zeros(steps=steps, branches=branches, capacity=capacity, device=table.device)
+        if branches and steps:
+            with launching_on(self.device):
+                fill_drafts(lists, table, rows, cached, stride, topk=topk, sight=sight, translation=translation)
+        return lists
+
     def sizes(self, policy: SplitPolicy, lens: Tensor, ctx: SplitContext) -> SplitSizes:
         """Return the policy's range sizes, from its Triton half where it has one."""
         with launching_on(self.device):
@@ -198,9 +221,7 @@ def _extent_kernel(
         live = req < reqs
         query = tl.load(query_ptr + req, mask=live, other=0)
         end = tl.load(end_ptr + req, mask=live, other=0)
-        first = tl.where(window > 0, tl.maximum(query - window + 1, 0), 0)
-        first = tl.where(chunk > 0, tl.maximum(first, query // tl.maximum(chunk, 1) * chunk), first)
-        first = tl.minimum(first, end)
+        first = tl.minimum(first_seen(query, window, chunk), end)
         start = tl.where(first < end, first // align * align, end)
         ends = total + tl.cumsum((end - start).to(tl.int64), 0)
         total += tl.sum((end - start).to(tl.int64), 0)
@@ -300,11 +321,7 @@ def _translate_kernel(ids_ptr, total_ptr, pages_ptr, translated_ptr, num_pages, 
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = entry < tl.load(total_ptr)
     id = tl.load(ids_ptr + entry, mask=live, other=0)
-    page = id // page_size
-    known = live & (id >= 0) & (page < num_pages)
-    storage = tl.load(pages_ptr + page, mask=known, other=-1)
-    translated = tl.where(storage >= 0, storage * stride + id % page_size, 0)
-    tl.store(translated_ptr + entry, translated, mask=live)
+    tl.store(translated_ptr + entry, storage_ids(id, live, pages_ptr, num_pages, page_size, stride), mask=live)
 
 
 @jit(do_not_specialize=("reqs",))
@@ -337,6 +354,7 @@ KERNELS = {
     "extent": _extent_kernel,
     "join": _join_kernel,
     "translate": _translate_kernel,
+    "drafts": drafts_kernel,
     "mask offsets": _mask_offsets_kernel,
     "write causal": _causal_kernel,
 }

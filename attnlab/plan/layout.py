@@ -84,6 +84,35 @@ class Extent:
     indptr: Int[Tensor, " reqs_1"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DraftLists:
+    """The lists of several draft steps, a row a step: what each of their branches sees.
+
+    Row i of `indptr` (int32 `[steps, branches + 1]`) and of `slots` (int64 `[steps, capacity]`, whose tail is 0) is an
+    index, row i of `start` (int32 `[steps, branches]`) says at which position each list begins. `write` (int64
+    `[steps, branches]`) is where each branch's draft of that step goes.
+    """
+
+    start: Int[Tensor, "steps branches"]
+    indptr: Int[Tensor, "steps branches_1"]
+    slots: Int[Tensor, "steps capacity"]
+    write: Int[Tensor, "steps branches"]
+
+    @classmethod
+    def zeros(cls, *, steps: int, branches: int, capacity: int, device: torch.device) -> DraftLists:
+        """Return lists of nothing. Every row begins at 16 bytes, so that one compiled kernel serves all steps."""
+
+        def block(columns: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(steps, -(-columns // 4) * 4, dtype=dtype, device=device)[:, :columns]
+
+        return cls(
+            start=block(branches, torch.int32),
+            indptr=block(branches + 1, torch.int32),
+            slots=block(capacity, torch.int64),
+            write=block(branches, torch.int64),
+        )
+
+
 def seen(lens: Lens, sight: Sight, *, behind: int) -> Lens:
     """Return how many of `lens` tokens a query at position `lens - behind` sees: the lengths of its list.
 

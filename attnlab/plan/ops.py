@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnlab.checks import require
 from attnlab.memory.pool import Translation
-from attnlab.plan.layout import Extent
+from attnlab.plan.layout import DraftLists, Extent
 from attnlab.plan.policy import SplitContext, SplitPolicy, SplitSizes
 from attnlab.spec import Sight
 
@@ -96,6 +96,29 @@ class PlanOps(Protocol):
         most: int,
     ) -> None:
         """Write the bits of a causal mask, `new x keys` from `offsets[r]` on; no request has more than `most` new."""
+
+    def drafts(
+        self,
+        *,
+        table: Int[Tensor, "max_requests max_context"],
+        rows: Int[Tensor, " reqs"],
+        cached: Int[Tensor, " reqs"],
+        stride: Int[Tensor, " reqs"],
+        topk: int,
+        steps: int,
+        sight: Sight,
+        translation: Translation,
+        capacity: int,
+    ) -> DraftLists:
+        """Return what every branch sees in every step, in ids of the translation's target space.
+
+        Branch t of request r is number `r * topk + t`. In step i, counted from 0, it sees the last of `cached[r]`
+        tokens, as far as sight goes, and its own i + 1 drafts, which are in the columns of row `rows[r]` from
+        `cached[r] + t * stride[r]` on. Where `cached` is 0 there are no drafts: nothing is seen, the sink is written.
+        The lists of a step together are held to `capacity` entries.
+
+        Reference: generate_draft_decode_kv_indices.
+        """
 
     def sizes(self, policy: SplitPolicy, lens: Int[Tensor, " reqs"], ctx: SplitContext) -> SplitSizes:
         """Return the policy's range sizes."""
