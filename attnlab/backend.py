@@ -12,7 +12,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from attnlab.batch import Batch, DecodeBatch, ExtendBatch, HostLens, VerifyBatch
+from attnlab.batch import Batch, DecodeBatch, DraftBatch, ExtendBatch, HostLens, VerifyBatch
 from attnlab.checks import describe, one_of, positive, require, same_device, tensor
 from attnlab.engines import Engine, engine_for
 from attnlab.mask import CAUSAL
@@ -22,6 +22,7 @@ from attnlab.memory.rows import read_back
 from attnlab.plan import policies  # noqa: F401  (registers the policies)
 from attnlab.plan.build import Planner
 from attnlab.plan.call import FLOATS, DecodeCall
+from attnlab.plan.draft import DraftPlan
 from attnlab.plan.extend_call import ExtendCall, Parts, VerifyCall
 from attnlab.plan.plans import DecodePlan, ExtendLane, ExtendPlan, Lane, Plan, Queries, VerifyPlan
 from attnlab.plan.policy import HostPolicy, SplitPolicy, resolve_policy
@@ -37,7 +38,8 @@ class AttentionBackend:
     with; on a CPU it may be that of the GPU one studies, or None where unknown. Scratch for batches of up to
     `max_requests` requests and `max_tokens` tokens is allocated here, once; calls share it, so one thread (and
     stream) at a time. Without shared slots no batch has more tokens than the pool has slots, which is what
-    `max_tokens` is unless it is given; `max_drafts` is the most that a request has in a verify step.
+    `max_tokens` is unless it is given; in a draft every branch is a request, and has its request's tokens.
+    `max_drafts` is the most that a request has in a verify step.
     `deterministic`: bits do not change with the rest of the batch, nor with where a prompt is cut into chunks; it takes
     a policy that looks at each request alone.
 
@@ -81,7 +83,7 @@ class AttentionBackend:
         positive("max_drafts", max_drafts)
         require(isinstance(deterministic, bool), f"deterministic: expected a bool, got {deterministic!r}", TypeError)
         max_tokens = pool.num_slots if max_tokens is None else positive("max_tokens", max_tokens)
-        _check_parts(model, pool, table, max_requests)
+        _check_parts(model, pool, table)
         self.model, self.pool, self.table = model, pool, table
         self.max_requests, self.max_tokens = max_requests, max_tokens
         self.engine = engine_for(engine, pool.device)
@@ -130,7 +132,9 @@ class AttentionBackend:
     def plan(self, batch: ExtendBatch) -> ExtendPlan: ...
     @overload
     def plan(self, batch: VerifyBatch) -> VerifyPlan: ...
-    def plan(self, batch: Batch) -> Plan:
+    @overload
+    def plan(self, batch: DraftBatch) -> DraftPlan: ...
+    def plan(self, batch: Batch | DraftBatch) -> Plan | DraftPlan:
         """Return the plan of a step; raise before any list is gathered where the batch cannot be served.
 
         It is of that step alone: after tokens were appended, plan again.
@@ -347,7 +351,10 @@ class AttentionBackend:
         return self.workspace.partials(count=lane.schedule.partials, group=rows, v_dim=spec.v_dim)
 
     def _lane(self, layer: int, plan: DecodePlan) -> Lane:
-        require(isinstance(plan, DecodePlan), f"plan: expected a DecodePlan, got {type(plan).__name__}", TypeError)
+        hint = "; decode its steps, one after the other" if isinstance(plan, DraftPlan) else ""
+        require(
+            isinstance(plan, DecodePlan), f"plan: expected a DecodePlan, got {type(plan).__name__}{hint}", TypeError
+        )
         self.check_current(plan)
         lane = plan.lane(layer)
         self._check_policy(lane)
@@ -391,7 +398,7 @@ class AttentionBackend:
         return most
 
 
-def _check_parts(model: ModelSpec, pool: KVPool, table: RequestTable, max_requests: int) -> None:
+def _check_parts(model: ModelSpec, pool: KVPool, table: RequestTable) -> None:
     for layer in model.layers:
         pool.view(layer.pool_layer).check_fits(layer.attention)
     require(
@@ -401,10 +408,6 @@ def _check_parts(model: ModelSpec, pool: KVPool, table: RequestTable, max_reques
     require(
         table.num_slots <= pool.num_slots,
         f"table: admits slots up to {table.num_slots - 1}, the pool has {pool.num_slots}",
-    )
-    require(
-        max_requests <= table.max_requests,
-        f"max_requests: expected at most the table's {table.max_requests} rows, got {max_requests}",
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnlab.checks import describe, require, same_device, tensor
+from attnlab.checks import describe, positive, require, same_device, tensor
 from attnlab.mask import CAUSAL, Causal, CustomMask, Mask, depths
 
 MAX_LEN = 2**30
@@ -345,8 +345,53 @@ class VerifyBatch:
         _check_encoder(self.encoder, self.prefix)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DraftBatch:
+    """Drafting: `topk` branches of `steps` tokens each go on from the `seq` cached tokens of every request.
+
+    Query i of a branch, counted from 0, is its draft i: it stands at position `seq + i`, and sees the cached tokens and
+    its own branch up to itself, never a sibling. No query is made of the last draft, so `steps - 1` steps attend.
+    Branch t of request r is row `r * topk + t` of each of them. `seq` counts cached tokens alone; the request table has
+    slots for the drafts behind them, as many as `attnlab.draft_room` says. A length of 0 is a padded row.
+
+    >>> batch = DraftBatch.of(rows=[0, 1], lens=[7, 300], topk=4, steps=3, device="cpu")
+    >>> batch.branches
+    8
+    """
+
+    rows: Int[Tensor, " reqs"]
+    seq: Lens
+    topk: int
+    steps: int
+
+    @classmethod
+    def of(
+        cls, *, rows: Sequence[int], lens: Sequence[int], topk: int, steps: int, device: torch.device | str
+    ) -> DraftBatch:
+        """Return a batch whose rows and lengths the host knows; `device` is the pool's."""
+        return cls(rows=_host_rows(rows), seq=HostLens.of(lens, device=device), topk=topk, steps=steps)
+
+    def __post_init__(self) -> None:
+        _check_rows(self.rows, "seq", self.seq)
+        positive("topk", self.topk)
+        positive("steps", self.steps)
+        listed = self.topk * (self.seq.bound_total + self.seq.count * self.steps)
+        require(
+            listed <= MAX_LEN,
+            f"topk: {self.topk} branches of {self.steps} drafts over up to {self.seq.bound_total:,} cached tokens are "
+            f"lists of up to {listed:,} entries, expected at most {MAX_LEN:,} (offsets are int32); draft for fewer "
+            "requests at once",
+        )
+
+    @property
+    def branches(self) -> int:
+        """How many branches there are in all: the rows of a step."""
+        return self.seq.count * self.topk
+
+
 Batch = DecodeBatch | ExtendBatch | VerifyBatch
-B = TypeVar("B", DecodeBatch, ExtendBatch, VerifyBatch)
+"""What one step works on; a draft's steps are planned together."""
+B = TypeVar("B", DecodeBatch, ExtendBatch, VerifyBatch, DraftBatch)
 
 
 def _host_rows(rows: Sequence[int]) -> Tensor:
@@ -390,7 +435,7 @@ def _check_encoder(encoder: Encoder | None, lens: Lens) -> None:
     require(same_device(there, here), f"encoder.lens: expected on {here} like the batch's lengths, got {there}")
 
 
-def lens_of(batch: Batch) -> list[Lens]:
+def lens_of(batch: Batch | DraftBatch) -> list[Lens]:
     """Return all lengths of a batch's own rows: the encoder's are of others."""
     values = (getattr(batch, field.name) for field in fields(batch))
     return [value for value in values if isinstance(value, HostLens | DeviceLens)]
@@ -401,7 +446,7 @@ def owned(batch: B) -> B:
     return replace(batch, **_copies(batch))
 
 
-def _copies(parts: Batch | Encoder) -> dict[str, Any]:
+def _copies(parts: Batch | DraftBatch | Encoder) -> dict[str, Any]:
     """Return copies of the fields that hold tensors, by name."""
     copies: dict[str, Any] = {}
     for field in fields(parts):

@@ -602,7 +602,9 @@ def test_decode_takes_the_plan_of_a_decode() -> None:
     for plan in (verify, None):
         with pytest.raises(TypeError, match="plan: expected a DecodePlan, got (VerifyPlan|NoneType)"):
             backend.decode(0, q, None, None, plan, save=False)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="batch: expected a DecodeBatch, ExtendBatch or VerifyBatch, got NoneType"):
+    with pytest.raises(
+        TypeError, match="batch: expected a DecodeBatch, ExtendBatch, VerifyBatch or DraftBatch, got NoneType"
+    ):
         backend.plan(None)  # type: ignore[call-overload]
 
 

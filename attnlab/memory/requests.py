@@ -95,11 +95,19 @@ class RequestTable:
         )
         return end
 
-    def check_holds(self, rows: Sequence[int], lens: Sequence[int] | None, *, encoder: bool = False) -> None:
+    def check_holds(
+        self,
+        rows: Sequence[int],
+        lens: Sequence[int] | None,
+        *,
+        room: Sequence[int] | None = None,
+        encoder: bool = False,
+    ) -> None:
         """Raise ValueError unless every row exists, is asked for once, and holds at least that many tokens.
 
         A length of 0 is padding: any row will do, any number of times. `lens` is None where only the device knows
-        them. Rows of an `encoder` are only read: requests may share one.
+        them; `room` are as many tokens behind them, for drafts. Rows of an `encoder` are only read: requests may share
+        one.
         """
         rows_name, lens_name = ("encoder.rows", "encoder.lens") if encoder else ("rows", "seq")
         max_requests = self.max_requests
@@ -115,10 +123,11 @@ class RequestTable:
                 raise ValueError(
                     f"rows: requests {seen[row]} and {i} are both row {row}; they would write the same slot"
                 )
-            held = self._lengths.get(row, 0)
-            if lens[i] > held:
+            held, more = self._lengths.get(row, 0), 0 if room is None else room[i]
+            if lens[i] + more > held:
+                drafts = f" and {more} more for its drafts" if more else ""
                 raise ValueError(
-                    f"{lens_name}: request {i} asks for {lens[i]} tokens, row {row} of the table holds {held}"
+                    f"{lens_name}: request {i} asks for {lens[i]} tokens{drafts}, row {row} of the table holds {held}"
                 )
 
     def slots_of(self, row: int) -> Int[Tensor, " tokens"]:

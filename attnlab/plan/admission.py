@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from attnlab.batch import Batch, DecodeBatch, Encoder, ExtendBatch, HostLens, Lens, VerifyBatch
+from attnlab.batch import Batch, DecodeBatch, DraftBatch, Encoder, ExtendBatch, HostLens, Lens, VerifyBatch
 from attnlab.checks import describe, require, same_device
 from attnlab.memory.pool import KVPool
 from attnlab.memory.requests import RequestTable
+from attnlab.plan.draft import draft_columns, draft_room
 from attnlab.spec import LayerSpec, ModelSpec, Sight
 
 
@@ -40,6 +41,11 @@ class _Asked(NamedTuple):
             return cls(values, max(values, default=0))
         return cls(None, sum(each.bound_max for each in lens))
 
+    def ahead(self, tokens: int) -> _Asked:
+        """Return the lengths of requests that are so many tokens ahead: not those of padded rows."""
+        values = None if self.values is None else [n + tokens if n else 0 for n in self.values]
+        return _Asked(values, self.bound + tokens)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
@@ -55,15 +61,19 @@ class Admission:
         columns = self.table.max_context
         return columns if sight.cross else min(columns, self.model.context_len)
 
-    def check(self, batch: Batch) -> None:
+    def check(self, batch: Batch | DraftBatch) -> None:
         """Raise ValueError (TypeError where it is no batch) unless the host finds nothing wrong with a batch."""
         match batch:
             case DecodeBatch(seq=seq):
                 self._check_rows(batch.rows, _Asked.of(seq), query=seq, behind=1)
             case ExtendBatch(prefix=prefix, new=new) | VerifyBatch(prefix=prefix, drafts=new):
                 self._check_rows(batch.rows, _Asked.of(prefix, new), query=prefix, behind=0)
+            case DraftBatch():
+                self._check_drafts(batch)
+                return
             case _:
-                raise TypeError(f"batch: expected a DecodeBatch, ExtendBatch or VerifyBatch, got {describe(batch)}")
+                kinds = "a DecodeBatch, ExtendBatch, VerifyBatch or DraftBatch"
+                raise TypeError(f"batch: expected {kinds}, got {describe(batch)}")
         self._check_encoder(batch.encoder)
 
     def _check_encoder(self, encoder: Encoder | None) -> None:
@@ -88,23 +98,54 @@ class Admission:
         The first query of each request stands `behind` before its length in `query`: what it sees must not have slid
         out of a storage.
         """
-        table, name = self.table, "encoder.lens" if cross else "seq"
-        require(
-            asked.bound <= self.longest(Sight(cross=cross)),
-            f"{name}: a request of up to {asked.bound:,} tokens, but the table has {table.max_context:,} columns"
-            + ("" if cross else f" and the model a context of {self.model.context_len:,}"),
-        )
-        require(
-            same_device(query.device.device, self.pool.device),
-            f"{name}: expected lengths on {self.pool.device} like the pool, got {query.device.device}",
-        )
+        self._check_lens(asked, query, cross=cross)
         if rows.device.type != "cpu":
             self._check_nothing_slid(cross)
             return
         numbers = rows.tolist()
         known = query.values if isinstance(query, HostLens) else None
-        table.check_holds(numbers, known if asked.values is None else asked.values, encoder=cross)
+        self.table.check_holds(numbers, known if asked.values is None else asked.values, encoder=cross)
         self._check_kept(numbers, query.least_each, behind, asked, cross)
+
+    def _check_drafts(self, batch: DraftBatch) -> None:
+        """Check drafts: what queries see must be there, and the table must hold slots for all branches."""
+        cross, table, seq = self.model.cross, self.table, batch.seq
+        require(
+            not cross,
+            f"batch: layer {', '.join(map(str, cross[:4]))} of model {self.model.name!r} reads an encoder's keys, of "
+            "which draft steps have no lists; draft with a model without such layers",
+        )
+        if batch.steps == 1:  # nobody attends: nothing is read, and nothing written
+            return
+        drafts = {"topk": batch.topk, "steps": batch.steps, "page_size": self.pool.page_size}
+        asked = _Asked.of(seq).ahead(batch.steps - 1)
+        self._check_lens(asked, seq)
+        columns = draft_columns(seq, **drafts)
+        require(
+            columns <= table.max_context,
+            f"seq: a request of up to {seq.bound_max:,} tokens takes up to {columns:,} columns with its drafts "
+            f"({batch.topk} branches of {batch.steps}), but the table has {table.max_context:,}",
+        )
+        if batch.rows.device.type != "cpu":
+            self._check_nothing_slid(cross=False)
+            return
+        numbers = batch.rows.tolist()
+        known = seq.values if isinstance(seq, HostLens) else None
+        table.check_holds(numbers, known, room=[draft_room(n, **drafts) for n in known or ()])
+        self._check_kept(numbers, seq.least_each, 0, asked, cross=False)
+
+    def _check_lens(self, asked: _Asked, lens: Lens, *, cross: bool = False) -> None:
+        """Raise ValueError where requests are longer than the table or the model lets them be, or counted elsewhere."""
+        name = "encoder.lens" if cross else "seq"
+        require(
+            asked.bound <= self.longest(Sight(cross=cross)),
+            f"{name}: a request of up to {asked.bound:,} tokens, but the table has {self.table.max_context:,} columns"
+            + ("" if cross else f" and the model a context of {self.model.context_len:,}"),
+        )
+        require(
+            same_device(lens.device.device, self.pool.device),
+            f"{name}: expected lengths on {self.pool.device} like the pool, got {lens.device.device}",
+        )
 
     def _check_kept(self, rows: Sequence[int], least: Sequence[int], behind: int, asked: _Asked, cross: bool) -> None:
         """Raise ValueError where a storage has let go of what a first query sees, or of where a new token goes."""

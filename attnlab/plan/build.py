@@ -7,7 +7,7 @@ by host numbers that the lengths carry.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, overload
 
@@ -15,12 +15,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnlab.batch import B, Batch, DecodeBatch, Encoder, ExtendBatch, Lens, VerifyBatch, lens_of, owned
+from attnlab.batch import B, Batch, DecodeBatch, DraftBatch, Encoder, ExtendBatch, Lens, VerifyBatch, lens_of, owned
 from attnlab.checks import require
 from attnlab.mask import Mask
 from attnlab.memory.pool import KVPool
 from attnlab.memory.requests import RequestTable
 from attnlab.plan.admission import Admission, Kind
+from attnlab.plan.draft import DraftCut, DraftPlan, branch_lens, branch_stride, check_scratch
 from attnlab.plan.index import KVIndex
 from attnlab.plan.layout import Extent, KVLayout, positions_behind, seen, together
 from attnlab.plan.ops import PlanOps
@@ -60,7 +61,9 @@ class Planner:
     def build(self, batch: ExtendBatch, *, max_ranges: int | None = None) -> ExtendPlan: ...
     @overload
     def build(self, batch: VerifyBatch, *, max_ranges: int | None = None) -> VerifyPlan: ...
-    def build(self, batch: Batch, *, max_ranges: int | None = None) -> Plan:
+    @overload
+    def build(self, batch: DraftBatch, *, max_ranges: int | None = None) -> DraftPlan: ...
+    def build(self, batch: Batch | DraftBatch, *, max_ranges: int | None = None) -> Plan | DraftPlan:
         """Return the plan of a step. Lengths, rows and ranges are checked before any list is gathered.
 
         `max_ranges` is what the scratch holds, where the plan is to be run: a batch that may need more is refused.
@@ -68,7 +71,11 @@ class Planner:
         self.admission.check(batch)
         return self.make(batch, max_ranges=max_ranges)
 
-    def make(self, batch: Batch, *, max_ranges: int | None = None) -> Plan:
+    @overload
+    def make(self, batch: Batch, *, max_ranges: int | None = None) -> Plan: ...
+    @overload
+    def make(self, batch: DraftBatch, *, max_ranges: int | None = None) -> DraftPlan: ...
+    def make(self, batch: Batch | DraftBatch, *, max_ranges: int | None = None) -> Plan | DraftPlan:
         """Return the plan of a batch that was checked. All of it is work of the device, which a CUDA graph can hold."""
         match batch:
             case DecodeBatch():
@@ -77,12 +84,14 @@ class Planner:
                 return self._extend(self._taken(batch))
             case VerifyBatch():
                 return self._verify(self._taken(batch), max_ranges)
+            case DraftBatch():
+                return self._draft(self._taken(batch), max_ranges)
 
     def _taken(self, batch: B) -> B:
         """Return the batch in memory of its own. Rows on the device that are none of the table's become padding."""
         batch = owned(batch)
         self._pad(batch.rows, lens_of(batch))
-        if batch.encoder is not None:
+        if not isinstance(batch, DraftBatch) and batch.encoder is not None:
             self._pad(batch.encoder.rows, [batch.encoder.lens])
         return batch
 
@@ -179,6 +188,46 @@ class Planner:
             epoch=self.pool.epoch,
             multiprocessors=self.multiprocessors,
         )
+
+    def _draft(self, batch: DraftBatch, max_ranges: int | None) -> DraftPlan:
+        lens = [branch_lens(batch.seq, batch.topk, ahead=i + 1) for i in range(batch.steps - 1)]
+        lanes = self._draft_lanes(batch, lens, max_ranges) if lens else []
+        branches = batch.rows.repeat_interleave(batch.topk)
+        steps = tuple(
+            DecodePlan(
+                batch=DecodeBatch(rows=branches, seq=mine),
+                lanes=tuple(steps_of_lane[i] for steps_of_lane in lanes),
+                lane_of_layer=_lane_of_layer(self.kinds),
+                epoch=self.pool.epoch,
+                multiprocessors=self.multiprocessors,
+            )
+            for i, mine in enumerate(lens)
+        )
+        return DraftPlan(batch=batch, steps=steps, epoch=self.pool.epoch)
+
+    def _draft_lanes(self, batch: DraftBatch, steps: Sequence[Lens], max_ranges: int | None) -> list[list[Lane]]:
+        """Return for every kind of layer a lane for each step. The policy is asked before any list is gathered."""
+        rows, cached = self._rows(batch.rows), _held(batch.seq)
+        cuts = []
+        for kind, layers in self.kinds.items():
+            ctx = replace(self.context(layers), rows_per_seq=batch.topk)
+            cuts.append(DraftCut.of(self.policy, batch.seq, steps, kind.sight, ctx, self.ops.sizes))
+        check_scratch(batch, cuts, max_ranges)
+        lanes = []
+        for cut, (kind, layers) in zip(cuts, self.kinds.items(), strict=True):
+            lists = self.ops.drafts(
+                table=self.table.slots,
+                rows=rows,
+                cached=cached,
+                stride=branch_stride(cached, steps=batch.steps, page_size=self.pool.page_size),
+                topk=batch.topk,
+                steps=len(steps),
+                sight=kind.sight,
+                translation=self.pool.translation(layers[0].pool_layer),
+                capacity=cut.entries,
+            )
+            lanes.append(cut.lanes(lists, sight=kind.sight, space=kind.space, kv_heads=kind.kv_heads))
+        return lanes
 
     def _sources(self, own: _Source, encoder: Encoder | None) -> dict[bool, _Source]:
         """Return whose keys layers read: those with `cross` an encoder's, the others the requests' own."""

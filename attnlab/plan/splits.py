@@ -136,6 +136,9 @@ def check_ranges(
         )
 
 
+Ranges = list[list[tuple[int, int]]]
+"""Of every request, `(start, end)` of each range, in order."""
+
 SizesOf = Callable[[SplitPolicy, Tensor, SplitContext], SplitSizes]
 
 
@@ -163,12 +166,7 @@ def cut_lens(
     Raises TypeError where a policy in plain Python gets lengths that only the device knows.
     """
     if isinstance(policy, HostPolicy):
-        if not isinstance(lens, HostLens):
-            raise TypeError(
-                f"policy {policy.name!r} is written in plain Python and needs lengths that the host knows "
-                f"(HostLens), got {type(lens).__name__}"
-            )
-        return splits_of_host(policy, lens.values, ctx, live)
+        return splits_of_host(policy, known_lens(policy, lens), ctx, live)
     bounds = policy.bounds(bound_max=lens.bound_max, ctx=ctx)
     sizes = sizes_of(policy, live.clone(), ctx)  # a rule that writes into its lengths must not change ours
     return splits_of_sizes(sizes, live, policy=policy.label(ctx), bounds=bounds, total=lens.bound_total)
@@ -213,14 +211,34 @@ def splits_of_sizes(
 
 def splits_of_host(policy: HostPolicy, lens: Sequence[int], ctx: SplitContext, live: Int[Tensor, " reqs"]) -> SplitPlan:
     """Return a host policy's ranges, checked, on the device; held to `live`, the lengths that the lists really have."""
+    return splits_of_ranges(ranges_of_host(policy, lens, ctx), live, policy=policy.label(ctx))
+
+
+def known_lens(policy: HostPolicy, lens: Lens) -> tuple[int, ...]:
+    """Return the lengths for a policy in plain Python; raise TypeError where only the device knows them."""
+    if not isinstance(lens, HostLens):
+        raise TypeError(
+            f"policy {policy.name!r} is written in plain Python and needs lengths that the host knows "
+            f"(HostLens), got {type(lens).__name__}"
+        )
+    return lens.values
+
+
+def ranges_of_host(policy: HostPolicy, lens: Sequence[int], ctx: SplitContext) -> Ranges:
+    """Return a host policy's ranges, checked."""
     ranges = _ranges(policy.rule(list(lens), ctx), f"policy {policy.name!r}")
     check_ranges(ranges, lens, policy=policy.name, max_ranges=policy.max_ranges)
+    return ranges
+
+
+def splits_of_ranges(ranges: Ranges, live: Int[Tensor, " reqs"], *, policy: str) -> SplitPlan:
+    """Return each request's ranges on the device; held to `live`, the lengths that the lists really have."""
     flat = [(r, a, b) for r, mine in enumerate(ranges) for a, b in mine]
     table = torch.tensor(flat, dtype=torch.int32).reshape(-1, 3).to(live.device, non_blocking=True)
     counts = torch.tensor([len(mine) for mine in ranges], dtype=torch.int32).to(live.device, non_blocking=True)
     most = live[table[:, 0].long()]
     return SplitPlan(
-        policy=policy.label(ctx),
+        policy=policy,
         indptr=offsets_of(counts),
         request=table[:, 0].contiguous(),
         start=torch.minimum(table[:, 1], most),
@@ -229,12 +247,12 @@ def splits_of_host(policy: HostPolicy, lens: Sequence[int], ctx: SplitContext, l
     )
 
 
-def _ranges(answer: Any, who: str) -> list[list[tuple[int, int]]]:
+def _ranges(answer: Any, who: str) -> Ranges:
     """Return what a host rule answered as lists of pairs of ints (numpy's are some), or raise with what it gave."""
     require(
         isinstance(answer, Iterable), f"{who}: expected a list of ranges for each request, got {answer!r}", TypeError
     )
-    ranges: list[list[tuple[int, int]]] = []
+    ranges: Ranges = []
     for mine in answer:
         where = f"{who}: request {len(ranges)}"
         require(isinstance(mine, Iterable), f"{where}: expected a list of ranges, got {mine!r}", TypeError)
