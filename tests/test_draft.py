@@ -10,6 +10,8 @@ import torch
 from attnlab.plan.policy import HostPolicy
 from tests.cases import ENGINES
 from tests.draft_cases import CASES, Case, Stand
+from tests.strategies import DEVICE
+from tests.syncs import no_waiting
 
 TOY = CASES[0]
 engines = pytest.mark.parametrize(("engine", "device"), ENGINES, ids=[name for name, _ in ENGINES])
@@ -62,6 +64,16 @@ def test_the_output_does_not_depend_on_what_a_sibling_drafted(engine: str, devic
             out = stand.backend.decode(1, q, mine_k, mine_v, step)
         outs.append(out[~others])
     assert torch.equal(*outs) and outs[0].isfinite().all()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="torch watches there")
+def test_no_step_waits_for_the_device() -> None:
+    stand = Stand(TOY.but(page_size=4, window=40, pool="window"), "triton", "cpu")
+    plan = stand.backend.plan(stand.unknown())
+    q, kv = torch.randn(9, 4, 16), torch.randn(9, 2, 16)
+    with no_waiting():
+        for step in plan.steps:
+            stand.backend.decode(1, q, kv, kv, step)
 
 
 @engines

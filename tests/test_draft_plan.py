@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from attnlab.backend import AttentionBackend
 from attnlab.batch import MAX_LEN, DeviceLens, DraftBatch, HostLens, Lens
-from attnlab.eager.index import EagerPlanOps
 from attnlab.memory.cache import PagedCache
 from attnlab.memory.pool import KVPool
 from attnlab.memory.pools.mha import MHAPool
@@ -28,6 +27,7 @@ from attnlab.plan.policy import HostPolicy, SplitBounds, SplitContext, SplitPoli
 from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec, Sight
 from tests.contracts.test_plan_ops import OPS, both_ops, ints
 from tests.strategies import DEVICE, lengths
+from tests.syncs import no_waiting
 from tests.test_plan import BROKEN_PROMISES, POLICIES, tensors_of
 
 CTX = SplitContext(heads=8, kv_heads=2, v_dim=16, mla=False, context_len=4096, multiprocessors=132, rows_per_seq=2)
@@ -48,7 +48,6 @@ class Bench:
         ops: str = "eager",
         room: int | None = None,
         max_context: int = 2048,
-        device: str = DEVICE,
         sliding: bool = False,
     ) -> None:
         self.lens, self.topk, self.steps, self.page = list(lens), topk, steps, page
@@ -63,10 +62,10 @@ class Bench:
             mla=False,
         )
         slots = page * (8 + sum(-(-(n + self.room(n)) // page) for n in lens))
-        self.pool: KVPool = MHAPool(self.model, num_slots=slots, device=device)
+        self.pool: KVPool = MHAPool(self.model, num_slots=slots, device=DEVICE)
         if sliding:
-            self.pool = WindowPool(self.model, num_slots=slots, sliding_slots=slots, device=device)
-        self.table = RequestTable(max_requests=len(lens) + 1, max_context=max_context, num_slots=slots, device=device)
+            self.pool = WindowPool(self.model, num_slots=slots, sliding_slots=slots, device=DEVICE)
+        self.table = RequestTable(max_requests=len(lens) + 1, max_context=max_context, num_slots=slots, device=DEVICE)
         self.cache = PagedCache(table=self.table, pool=self.pool)
         self.rows = [self.cache.admit() for _ in lens][::-1]
         for row, n in zip(self.rows, lens, strict=True):
@@ -307,29 +306,26 @@ def test_lengths_that_break_their_promise_overrun_no_buffer(name: str, policy: s
         plan.validate(num_slots=bench.pool.num_slots)
 
 
+@both_ops
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("window", [None, 20])
-def test_nothing_is_read_back(policy: str, window: int | None) -> None:
-    """On the meta device there is nothing to read: whatever waited for a number would raise."""
-    bench = Bench([5, 9], page=4, window=window, policy=policy)
-    far = {"max_requests": 3, "max_context": 2048, "num_slots": bench.pool.num_slots, "device": "meta"}
-    planner = dataclasses.replace(
-        bench.planner,
-        pool=MHAPool(bench.model, num_slots=bench.pool.num_slots, device="meta"),
-        table=RequestTable(**far),
-        ops=EagerPlanOps(),
-    )
+@pytest.mark.skipif(DEVICE != "cpu", reason="torch watches there")
+def test_planning_does_not_wait_for_the_device(ops: str, policy: str) -> None:
+    bench = Bench([5, 0, 9], page=4, window=7, policy=policy, ops=ops)
+    batch = bench.batch(DeviceLens(device=ints(bench.lens), bound_each=9, bound_total=14))
+    with no_waiting(on_host=[batch.rows]):
+        bench.planner.build(batch)
+
+
+def test_rows_and_lengths_may_be_known_to_the_device_alone() -> None:
+    """The meta device has no numbers: whoever asked for one would be told so."""
+    bench = Bench([5, 9], page=4, window=7)
+    table = RequestTable(max_requests=3, max_context=2048, num_slots=bench.pool.num_slots, device="meta")
+    pool = MHAPool(bench.model, num_slots=bench.pool.num_slots, device="meta")
+    planner = dataclasses.replace(bench.planner, pool=pool, table=table)
     lens = torch.zeros(2, dtype=torch.int32, device="meta")
-    batch = DraftBatch(
-        rows=torch.zeros(2, dtype=torch.int64, device="meta"),
-        seq=DeviceLens(device=lens, bound_each=9, bound_total=14),
-        topk=2,
-        steps=3,
-    )
-    plan = planner.build(batch)
+    seq = DeviceLens(device=lens, bound_each=9, bound_total=14)
+    plan = planner.build(DraftBatch(rows=lens.long(), seq=seq, topk=2, steps=3))
     assert {x.device.type for x in tensors_of(plan)} == {"meta"}
-    with pytest.raises((NotImplementedError, RuntimeError)):
-        plan.steps[0].lane(0).write_slots.tolist()
 
 
 def test_explain_names_the_keys_of_one_branch() -> None:
