@@ -222,6 +222,21 @@ def tile_ranges(lens: Sequence[int], tile: int = 256) -> Ranges:
     return [[(at, min(at + tile, n)) for at in range(0, n, tile)] for n in lens]
 
 
+def draft_ranges(steps: Sequence[Sequence[int]], sizes: Sequence[int], most: int) -> list[Ranges]:
+    """Ranges of every step's lists (their lengths), in the sizes that the cached tokens have (backend.md 10).
+
+    A list that would need more than `most` at its longest is cut in even ones of whole blocks of 32 keys instead.
+    """
+    longest = [max(mine) for mine in zip(*steps, strict=True)]
+    kept = [
+        size if cdiv(n, size) <= most else cdiv(cdiv(n, most), 32) * 32 for n, size in zip(longest, sizes, strict=True)
+    ]
+    return [
+        [[(at, min(at + size, n)) for at in range(0, n, size)] for n, size in zip(lens, kept, strict=True)]
+        for lens in steps
+    ]
+
+
 def mla_max_splits(option: int, *, multiprocessors: int | None, context: int) -> int:
     """The most splits under MLA, which raises the option (backend.md 2, policies H03)."""
     if not multiprocessors:
@@ -512,6 +527,38 @@ class Book:
             writes += [self.storage_id(layer, row, prefix + i) for i in range(new)]
             writes += [0] * (batch.mode == "decode" and new == 0)
         return Lists(ids=ids, start=start, start_visible=visible, write_ids=writes)
+
+    # drafts
+
+    def draft_column(self, cached: int, branch: int, draft: int, *, topk: int, steps: int) -> int:
+        """Column of the request table that holds a branch's draft (kernels.md 6.5)."""
+        if self.page_size == 1 or topk == 1:
+            return cached + branch * steps + draft
+        inside = cached % self.page_size
+        pages = cdiv(inside + steps, self.page_size)
+        return cached // self.page_size * self.page_size + branch * pages * self.page_size + inside + draft
+
+    def draft_room(self, cached: int, *, topk: int, steps: int) -> int:
+        """Tokens behind the cached ones that have to have slots: up to the last draft of the last branch."""
+        return self.draft_column(cached, topk - 1, steps - 1, topk=topk, steps=steps) + 1 - cached
+
+    def draft_lists(self, rows: Sequence[int], seq: Sequence[int], layer: int, *, topk: int, steps: int) -> list[Lists]:
+        """What every branch sees in each step but the last, and where its draft goes (backend.md 5 and 10)."""
+        sight, made = self.layers[layer], []
+        for step in range(steps - 1):
+            ids, start, writes = [], [], []
+            for row, cached in zip(rows, seq, strict=True):
+                for branch in range(topk):
+                    own = [self.draft_column(cached, branch, i, topk=topk, steps=steps) for i in range(step + 1)]
+                    columns = [*range(cached), *own] if cached else []
+                    first = sight.first(len(columns) - 1) if columns else 0
+                    ids.append([self.storage_id(layer, row, column) for column in columns[first:]])
+                    start.append(first)
+                    writes.append(ids[-1][-1] if columns else 0)
+            made.append(Lists(ids=ids, start=start, start_visible=start, write_ids=writes))
+        return made
+
+    # queries
 
     def explain(self, batch: Batch, request: int, query: int) -> list[list[Read]]:
         """For every layer, the keys that one query of one request reads: of the prefix, then of the new tokens.

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from attnlab import graphs
-from attnlab.batch import Batch, DecodeBatch, DeviceLens, ExtendBatch, VerifyBatch
+from attnlab.batch import Batch, DecodeBatch, DeviceLens, DraftBatch, ExtendBatch, VerifyBatch
 from attnlab.eager.index import EagerPlanOps
 from attnlab.graphs.memory import PlanMemory
 from attnlab.kernels.index import TritonPlanOps
@@ -32,6 +32,7 @@ from attnlab.memory.pools.window import WindowPool
 from attnlab.memory.requests import RequestTable
 from attnlab.memory.slots import OutOfSlots
 from attnlab.plan.build import Planner
+from attnlab.plan.draft import draft_room
 from attnlab.plan.ops import PlanOps
 from attnlab.plan.plans import DecodePlan, Lane, Plan
 from attnlab.plan.policies.seed import Seed
@@ -44,7 +45,7 @@ from tests.strategies import DEVICE
 ROWS, CONTEXT, MULTIPROCESSORS = 4, 96, 132
 POLICIES = {"seed": Seed(), "static": Static(), "tile": Tile()}
 PAGE_SIZES = (1, 2, 16, 64)
-MODES = ("decode", "extend", "masked extend", "chain", "tree")
+MODES = ("decode", "extend", "masked extend", "chain", "tree", "draft")
 SIGHTS = [
     book.Sight(),
     book.Sight(window=1),
@@ -296,8 +297,100 @@ class World:
             lens, heads=spec.heads, kv_heads=spec.kv_heads, multiprocessors=MULTIPROCESSORS, max_splits=cap
         )
 
+    def draft(self, choose: Choose) -> int:
+        """Append slots for drafts of some rows, plan all steps, and drop the drafts; return how many were explained."""
+        topk, steps = choose.one([1, 1, 2, 3]), choose.one([1, 2, 3, 4])
+        rows, cached = [], {}
+        for row in choose.some([row for row in self.rows if self.book.length(row)]):
+            length = self.book.length(row)
+            room = self.book.draft_room(length, topk=topk, steps=steps)
+            assert room == draft_room(length, topk=topk, steps=steps, page_size=self.setting.page_size)
+            if self.append(row, room):
+                rows.append(row)
+                cached[row] = length
+        seq = [choose.one([cached[row], cached[row], 0]) for row in rows]
+        batch = DraftBatch.of(rows=rows, lens=seq, topk=topk, steps=steps, device=DEVICE)
+        mine = known_to_whom(batch, choose)
+        may_be = range(1, mine.seq.bound_max + 1) if isinstance(mine.seq, DeviceLens) and rows else []
+        if any(n + self.book.draft_room(n, topk=topk, steps=steps) > CONTEXT for n in may_be) and steps > 1:
+            with pytest.raises(ValueError, match="with its drafts"):  # a promise too loose for the table
+                self.planner.build(mine)
+            mine = batch
+        explained = self.compare_drafts(mine, rows, seq, choose.number)
+        for row in rows:
+            self.cache.truncate(row, cached[row])
+            self.book.truncate(row, cached[row])
+        return explained
+
+    def compare_drafts(self, mine: DraftBatch, rows: list[int], seq: list[int], pick: Callable[[int], int]) -> int:
+        """Plan all steps on both sides and compare all of them; return how many queries were explained."""
+        shape = {"topk": mine.topk, "steps": mine.steps}
+        layers = range(len(self.setting.sights))
+        try:
+            wanted = [self.book.draft_lists(rows, seq, layer, **shape) for layer in layers]
+        except book.SlidOut:
+            with pytest.raises(ValueError, match="slid out"):
+                self.planner.build(mine)
+            return 0
+        plan = self.planner.build(mine)
+        assert len(plan.steps) == mine.steps - 1
+        for place, (layer, steps) in enumerate(zip(self.model.layers, wanted, strict=True)):
+            ranges = self.draft_ranges(seq, place, steps, mine.topk)
+            for step, lists, cut in zip(plan.steps, steps, ranges, strict=True):
+                lane = step.lane(layer.index)
+                index = lane.layout.index
+                assert index.indptr.tolist() == lists.indptr
+                assert index.slots[: lists.indptr[-1]].tolist() == lists.flat
+                assert not index.slots[lists.indptr[-1] :].any()
+                assert lane.layout.start.tolist() == lists.start
+                assert lane.write_slots.tolist() == lists.write_ids
+                assert [list(mine) for mine in lane.splits.to_host().ranges] == cut
+                assert index.space == self.pool.translation(place).target
+        plan.validate(num_slots={self.pool.translation(i).target: self.pool.view(i).num_slots for i in layers})
+        branches = [r * mine.topk + t for r, n in enumerate(seq) if n for t in range(mine.topk)]
+        asked = [(i, branch) for i in range(len(plan.steps)) for branch in branches]
+        if len(asked) > 4:
+            asked = [asked[pick(len(asked))] for _ in range(4)]
+        for step, branch in asked:
+            by_layer = {layer: reading for reading in plan.explain(step, branch) for layer in reading.layers}
+            for place, layer in enumerate(self.model.layers):
+                lists = wanted[place][step]
+                keys = list(enumerate(lists.ids[branch], start=lists.start[branch]))
+                assert [(key.position, key.slot) for key in by_layer[layer.index].keys] == keys
+        return len(asked)
+
+    def draft_ranges(self, seq: list[int], layer: int, steps: list[book.Lists], topk: int) -> list[book.Ranges]:
+        """The ranges of every step's lists, in sizes that the policy has for what the last cached token sees."""
+        if not steps:
+            return []
+        sight, spec = self.setting.sights[layer], self.model.layers[layer].attention
+        seen = [n - sight.first(n - 1) if n else 0 for n in seq]
+        cap = 8
+        match self.setting.policy:
+            case "static":
+                counts = [cap] * (len(seen) * topk)
+            case "tile":
+                return [book.tile_ranges(lists.lens) for lists in steps]
+            case _:
+                if self.model.mla:
+                    cap = book.mla_max_splits(8, multiprocessors=MULTIPROCESSORS, context=CONTEXT)
+                counts = book.seed_counts(
+                    seen,
+                    heads=spec.heads,
+                    kv_heads=spec.kv_heads,
+                    multiprocessors=MULTIPROCESSORS,
+                    max_splits=cap,
+                    group=topk,
+                )
+        of_branches = [n for n in seen for _ in range(topk)]
+        shares = [book.cdiv(n, max(count, 1)) for n, count in zip(of_branches, counts, strict=True)]
+        sizes = [max(32, book.cdiv(share, 32) * 32) for share in shares]
+        return book.draft_ranges([lists.lens for lists in steps], sizes, cap)
+
     def step(self, choose: Choose, mode: str) -> int:
         """Plan a batch over some of the rows; return how many queries were explained."""
+        if mode == "draft":
+            return self.draft(choose)
         rows = choose.some([row for row in self.rows if self.book.length(row)])
         lens = [self.book.length(row) for row in rows]
         if mode == "decode":
@@ -343,11 +436,11 @@ class Choose:
         return self.random.sample(options, self.random.randint(least, len(options)))
 
 
-def known_to_whom(batch: Batch, choose: Choose) -> Batch:
+def known_to_whom(batch: Any, choose: Choose) -> Any:
     """The same batch, half of the time with lengths that only the device knows, within loose bounds."""
     if choose.number(2):
         return batch
-    name = "seq" if isinstance(batch, DecodeBatch) else "prefix"
+    name = "seq" if isinstance(batch, DecodeBatch | DraftBatch) else "prefix"
     lens = getattr(batch, name)
     if 0 in lens.values:  # a row of which keys slid out and that may be padding for all the host knows is refused
         return batch

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.bookkeeping import (
@@ -19,6 +20,7 @@ from tests.bookkeeping import (
     chain,
     cumulative,
     decode,
+    draft_ranges,
     even_range,
     extend,
     mla_max_splits,
@@ -61,6 +63,43 @@ def covered(sight: Sight, n: int) -> tuple[int, int, int]:
     assert lists.start == lists.start_visible == keys[:1]
     assert lists.flat == [position + 1 for position in keys]  # slots are 1, 2, ...
     return keys[0], keys[-1], len(keys)
+
+
+# --- drafts: kernels 6.5 -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["topk4_steps3_page1", "topk4_steps3_page4", "topk1_steps3_page4"])
+def test_drafts_lie_where_the_original_looks_for_them(name: str) -> None:
+    with np.load(GOLDEN.parent / f"draft_{name}.npz") as file:
+        golden = {key: file[key].tolist() for key in file.files}
+    topk, steps = golden["topk"], golden["num_steps"]
+    at = book(page_size=golden["page_size"], table_slots=64 * golden["page_size"])
+    for step, (offsets, slots) in enumerate(zip(golden["kv_indptr"], golden["kv_indices"], strict=True)):
+        for r, (row, cached) in enumerate(zip(golden["req_pool_indices"], golden["seq_lens"], strict=True)):
+            for t in range(topk):
+                own = [at.draft_column(cached, t, i, topk=topk, steps=steps) for i in range(step + 1)]
+                wanted = [golden["req_to_token"][row][column] for column in [*range(cached), *own]]
+                branch = r * topk + t
+                assert slots[offsets[branch] : offsets[branch + 1]] == wanted
+
+
+def test_a_branch_sees_the_window_before_its_draft_and_no_sibling() -> None:
+    at = book(FULL, Sight(window=3), page_size=4)
+    (row,) = holding(at, 5 + 7)
+    # Pages 1 to 3, slots 4 to 15: cached 4 to 8, branch 0 at 9 to 11, branch 1 in a page of its own, at 13 to 15.
+    full, sliding = (at.draft_lists([row], [5], layer, topk=2, steps=3) for layer in (0, 1))
+    assert at.draft_room(5, topk=2, steps=3) == 7
+    assert full[1].ids == [[4, 5, 6, 7, 8, 9, 10], [4, 5, 6, 7, 8, 13, 14]]
+    assert sliding[1].ids == [[8, 9, 10], [8, 13, 14]] and sliding[1].start == [4, 4]
+    assert [lists.write_ids for lists in full] == [[9, 13], [10, 14]]
+
+
+def test_ranges_of_drafts_are_those_of_the_cached_tokens_until_there_are_too_many() -> None:
+    assert draft_ranges([[33, 5], [34, 6]], [32, 32], 2) == [
+        [[(0, 32), (32, 33)], [(0, 5)]],
+        [[(0, 32), (32, 34)], [(0, 6)]],
+    ]
+    assert draft_ranges([[64], [65]], [32], 2) == [[[(0, 64)]], [[(0, 64), (64, 65)]]]
 
 
 # --- sight: pitfalls B ------------------------------------------------------------------------------------------

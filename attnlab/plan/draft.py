@@ -61,6 +61,8 @@ def draft_room(cached: int, *, topk: int, steps: int, page_size: int) -> int:
 
 def draft_columns(seq: Lens, *, topk: int, steps: int, page_size: int) -> int:
     """Return the most columns of the request table that a request takes, its drafts included."""
+    if seq.count == 0:
+        return 0
     if isinstance(seq, HostLens):
         lens: Sequence[int] = seq.values
     else:  # what is taken grows by a page with every page of cached tokens, but not evenly in between
