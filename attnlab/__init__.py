@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attnlab.backend import AttentionBackend as AttentionBackend
     from attnlab.batch import DecodeBatch as DecodeBatch
     from attnlab.batch import DeviceLens as DeviceLens
+    from attnlab.batch import DraftBatch as DraftBatch
     from attnlab.batch import Encoder as Encoder
     from attnlab.batch import ExtendBatch as ExtendBatch
     from attnlab.batch import HostLens as HostLens
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from attnlab.memory.pools.window import WindowPool as WindowPool
     from attnlab.memory.requests import RequestTable as RequestTable
     from attnlab.memory.slots import SlotAllocator as SlotAllocator
+    from attnlab.plan.draft import DraftPlan as DraftPlan
+    from attnlab.plan.draft import draft_room as draft_room
     from attnlab.plan.plans import DecodePlan as DecodePlan
     from attnlab.plan.plans import ExtendPlan as ExtendPlan
     from attnlab.plan.plans import VerifyPlan as VerifyPlan
@@ -71,6 +74,8 @@ _HOME = {
     "DecodeBatch": "batch",
     "ExtendBatch": "batch",
     "VerifyBatch": "batch",
+    "DraftBatch": "batch",
+    "draft_room": "plan.draft",
     "Encoder": "batch",
     "CustomMask": "mask",
     "SlotAllocator": "memory.slots",
@@ -87,6 +92,7 @@ _HOME = {
     "DecodePlan": "plan.plans",
     "ExtendPlan": "plan.plans",
     "VerifyPlan": "plan.plans",
+    "DraftPlan": "plan.draft",
     "AttentionBackend": "backend",
 }
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attnlab
-from attnlab.batch import DecodeBatch, ExtendBatch, VerifyBatch
+from attnlab.batch import DecodeBatch, DraftBatch, ExtendBatch, VerifyBatch
 from attnlab.eager.index import EagerPlanOps
 from attnlab.inspect.describe import describe
 from attnlab.inspect.index_view import IndexView
@@ -29,6 +29,7 @@ from attnlab.memory.pools.unified import UnifiedPool
 from attnlab.memory.pools.window import WindowPool
 from attnlab.memory.requests import RequestTable
 from attnlab.plan.build import Planner
+from attnlab.plan.draft import draft_room
 from attnlab.plan.plans import DecodePlan, Plan
 from attnlab.plan.policies.static import Static
 from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec
@@ -400,6 +401,40 @@ def test_requests_beyond_the_limit_are_counted():
 def test_a_description_of_no_request_is_short():
     words = str(attnlab.describe(Stand([]).decode()))
     assert words.startswith("decode step: 0 requests, 0 query tokens") and words.count("0 keys listed") == 2
+
+
+def drafted(lens=(40, 0, 300), *, steps=3, **options):
+    stand = Stand(lens, window=20, page=4, spare=draft_room(400, topk=2, steps=3, page_size=4), **options)
+    batch = DraftBatch.of(rows=stand.rows, lens=lens, topk=2, steps=steps, device="cpu")
+    return stand.planner().build(batch)
+
+
+def test_a_draft_has_a_line_for_every_step():
+    lines = str(describe(drafted())).splitlines()
+    assert lines[0].startswith("draft: 3 requests, 2 x 3 drafts each · 2 decode steps · epoch ")
+    assert lines[0].endswith(" · policy static 8")
+    assert lines[2] == "layer 0, in 'sliding': window 20"
+    assert lines[3].split("  ")[-1].strip() == "drafts go to"
+    # Windows of 20 for each of four branches, and lists of 40 and 300 cached tokens with one draft, then with two.
+    assert [line.split()[:4] for line in lines[4:6]] == [["0", "6", "80", "20"], ["1", "6", "80", "20"]]
+    assert lines[7] == "layer 1, in 'full': all keys"
+    assert [line.split()[:4] for line in lines[9:11]] == [["0", "6", "684", "301"], ["1", "6", "688", "302"]]
+    assert [line.split()[4:7] for line in lines[9:11]] == [["32", "→", "14"]] * 2
+
+
+def test_a_draft_without_a_step_is_described_in_one_line():
+    assert len(str(describe(drafted(steps=1))).splitlines()) == 1
+    assert describe(drafted(steps=1))._repr_html_().count("<p>") == 1
+
+
+def test_a_wrong_list_of_a_draft_is_marked():
+    plan = drafted()
+    plan.steps[1].lanes[1].layout.index.slots[50] = 0
+    words = str(describe(plan))
+    assert "! step 1, row 1: the key at position 8 is read from slot 0, the sink" in words
+    assert [line.endswith(" !") for line in words.splitlines()].count(True) == words.count("! step") == 1
+    html = describe(plan)._repr_html_()
+    assert "! step 1, row 1" in html and html.count("<table>") == 2
 
 
 def test_a_wrong_list_is_marked():

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import overload
 
 from attnlab.checks import positive
+from attnlab.inspect.draft_lines import DraftDescription
 from attnlab.inspect.plan_lines import LaneLines, RequestLine, lane_lines
-from attnlab.inspect.step import Mode, mode_of, prefix_and_new, runs_of
+from attnlab.inspect.step import Mode, mode_of, prefix_and_new
+from attnlab.inspect.words import GAP, aligned, counted, html_cells, lane_words, slot_words, span_words
 from attnlab.mask import CustomMask
+from attnlab.plan.draft import DraftPlan
 from attnlab.plan.plans import DecodePlan, ExtendPlan, Plan
 
 MOST_ROWS = 12
 """Requests that have a row of their own, unless told otherwise."""
 WORDS = {"decode": "decode step", "extend": "extend step", "verify": "verify step"}
 NEW = {"decode": "new", "extend": "new", "verify": "drafts"}
-GAP = "  "
-STYLE = "text-align: right; padding: 0 0.7em; white-space: nowrap"
 MEANING = {
     "edge": "where the first query’s sight begins",
     "start": "the position of the list’s first entry",
@@ -46,7 +48,7 @@ class Description:
     @property
     def head(self) -> str:
         """Mode, requests, tokens, epoch, policy, in one line."""
-        counts = [_count(self.requests, "request"), _count(self.tokens, "query token")]
+        counts = [counted(self.requests, "request"), counted(self.tokens, "query token")]
         return " · ".join([f"{WORDS[self.mode]}: {', '.join(counts)}", f"epoch {self.epoch}", *self.facts])
 
     def __str__(self) -> str:
@@ -54,7 +56,7 @@ class Description:
         for lane in self.lanes:
             lines = [*lane_words(lane)]
             if lane.lines:
-                lines += _aligned(self._table(lane))
+                lines += aligned(self._table(lane))
             lines += [f"{GAP}{words}" for words in self._below(lane)]
             blocks.append("\n".join(lines))
         return "\n\n".join([*blocks, *self._meaning()])
@@ -66,7 +68,7 @@ class Description:
             below = "".join(f"<br/>{escape(words.strip())}" for words in others)
             parts.append(f"<p><b>{escape(first)}</b>{below}</p>")
             if lane.lines:
-                head, *rows = (_cells(row, tag) for row, tag in self._tagged(lane))
+                head, *rows = (html_cells(row, tag) for row, tag in self._tagged(lane))
                 parts.append(f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>")
             parts += [f"<p>{escape(words)}</p>" for words in self._below(lane)]
         parts += [f"<p>{escape(words)}</p>" for words in self._meaning()]
@@ -110,16 +112,20 @@ class Description:
     def _below(self, lane: LaneLines) -> list[str]:
         """Return what is said below a table: how many requests have no row, and what is wrong with some."""
         more = len(lane.lines) - self.most
-        words = [f"... and {_count(more, 'other request')}"] if more > 0 else []
+        words = [f"... and {counted(more, 'other request')}"] if more > 0 else []
         wrong = [f"! request {line.request}: {line.wrong}" for line in lane.lines if line.wrong]
         return words + wrong[: self.most]
 
 
-def describe(plan: Plan, *, most: int = MOST_ROWS) -> Description:
+@overload
+def describe(plan: Plan, *, most: int = ...) -> Description: ...
+@overload
+def describe(plan: DraftPlan, *, most: int = ...) -> DraftDescription: ...
+def describe(plan: Plan | DraftPlan, *, most: int = MOST_ROWS) -> Description | DraftDescription:
     """Return a plan as a table that can be checked by hand: of every request, which keys are read, and where they lie.
 
     It reads the plan's tensors, and so waits for the device. A list that is not what lengths and sight ask for, or
-    that reads the sink, is marked. `most` requests have a row.
+    that reads the sink, is marked. `most` requests have a row. Of a draft every step has one; each step is a plan.
 
     >>> import attnlab
     >>> wb = attnlab.workbench("SmolLM2-135M", lens=[40, 3], policy="static", engine="eager", layers=[18])
@@ -130,6 +136,8 @@ def describe(plan: Plan, *, most: int = MOST_ROWS) -> Description:
       request  row  len  start  listed  positions  ranges     at slots  new go to
             0    0   40      0      40    0 to 39   8 → 2  1–16, 20–43         43
     """
+    if isinstance(plan, DraftPlan):
+        return DraftDescription.of(plan, most=positive("most", most))
     prefix, new = prefix_and_new(plan)
     return Description(
         mode=mode_of(plan),
@@ -155,66 +163,3 @@ def _facts(plan: Plan) -> list[str]:
         scope = " among new tokens" if plan.queries.cached_visible else ""
         facts.append(f"a mask of {len(mask.bits):,} bits{scope}" if isinstance(mask, CustomMask) else "causal")
     return facts
-
-
-def lane_words(lane: LaneLines) -> tuple[str, str]:
-    """Return the two lines above a lane's table: which layers see what, and what that comes to."""
-    layers = ", ".join(_span(first, end, "–") for first, end in runs_of(lane.layers))
-    first = f"layer{'s' * (len(lane.layers) != 1)} {layers}, in '{lane.space}': {lane.sight}"
-    positions = [(line.listed_from, line.end) for line in lane.lines if line.listed]
-    keys = _count(sum(line.listed for line in lane.lines), "key")
-    facts = [f"{keys} listed"]
-    if positions:
-        facts[0] += f", positions {min(a for a, _ in positions):,} to {max(b for _, b in positions) - 1:,}"
-    if lane.split is not None:
-        split = lane.split
-        facts.append(f"{_count(split.asked, 'range')} asked for, {split.used:,} used")
-        facts.append(f"{_count(split.working, 'program')} with keys, {split.launched:,} launched")
-    return first, GAP + " · ".join(facts)
-
-
-def slot_words(slots: Sequence[int], most: int = 2) -> str:
-    """Return slots in list order as runs of neighbours; beyond `most` runs only how many there are.
-
-    >>> slot_words([4, 5, 6, 12]), slot_words([9, 2, 7, 5, 6]), slot_words([0]), slot_words([])
-    ('4–6, 12', '9, 2 + 2 runs', 'the sink', '–')
-    """
-    if not len(slots):
-        return "–"
-    if not any(slots):
-        return "the sink"
-    runs = runs_of(slots)
-    words = ", ".join(_span(first, end, "–") for first, end in runs[:most])
-    more = len(runs) - most
-    return f"{words} + {_count(more, 'run')}" if more > 0 else words
-
-
-def span_words(first: int, end: int) -> str:
-    """Return the positions from `first` up to `end` in words.
-
-    >>> span_words(260, 388), span_words(7, 8), span_words(3, 3)
-    ('260 to 387', '7', '–')
-    """
-    return _span(first, end, " to ") if first < end else "–"
-
-
-def _span(first: int, end: int, to: str) -> str:
-    return f"{first:,}" if end - first == 1 else f"{first:,}{to}{end - 1:,}"
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
-
-
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table's lines, every column as wide as its widest cell, and right-aligned."""
-    marked = [any(row[-1].endswith(" !") for row in table)]
-    padded = [[*row[:-1], row[-1] + ("" if row[-1].endswith(" !") or not marked[0] else GAP)] for row in table]
-    widths = [max(map(len, column)) for column in zip(*padded, strict=True)]
-    lines = (GAP.join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in padded)
-    return [(GAP + line).rstrip() for line in lines]
-
-
-def _cells(row: Sequence[str], tag: str) -> str:
-    cells = "".join(f"<{tag} style='{STYLE}'>{escape(cell)}</{tag}>" for cell in row)
-    return f"<tr>{cells}</tr>"
