@@ -137,7 +137,8 @@ class AttentionBackend:
     def plan(self, batch: Batch | DraftBatch) -> Plan | DraftPlan:
         """Return the plan of a step; raise before any list is gathered where the batch cannot be served.
 
-        It is of that step alone: after tokens were appended, plan again.
+        It is of that step alone: after tokens were appended, plan again. Of a draft all steps are planned at once, and
+        decoded one by one: `plan.steps[i]`.
         """
         return self.planner.build(batch, max_ranges=self.workspace.max_ranges)
 
