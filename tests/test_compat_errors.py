@@ -13,7 +13,8 @@ from attnlab.compat import sglang
 from attnlab.engines import EagerEngine
 from attnlab.mods.relative_bias import relative_bias
 from tests.cases import ENGINES, FP8
-from tests.originals import Args, decode_args, extend_args, unified_args, verify_args
+from tests.originals import Args, decode_args, extend_args, load, unified_args, verify_args
+from tests.test_compat_indices import draft_args
 
 ENGINE, DEVICE = ENGINES[0]
 Change = Callable[[Args], Args]
@@ -438,6 +439,37 @@ def test_unified_lists_refuse(case: str) -> None:
     args = {name: file[name] for name in names}
     with pytest.raises(error, match=words):
         sglang.build_unified_kv_indices(**{**args, "bs": 3, **change(args)}, engine=ENGINE)
+
+
+DRAFTS: dict[str, tuple[Args, type[Exception], str]] = {
+    "pool": ({"pool_len": 5}, ValueError, "pool_len: expected 222, as req_to_token has it, got 5"),
+    "width": ({"kv_indices_stride": 5}, ValueError, "kv_indices_stride: expected 2256, as kv_indices has it, got 5"),
+    "offsets": ({"kv_indptr_stride": 5}, ValueError, "kv_indptr_stride: expected 21, as kv_indptr has it, got 5"),
+    "sequences": ({"bs_upper": 2}, ValueError, "bs_upper: expected at least 4, as the grid says, got 2"),
+    "steps": ({"iter_upper": 2}, ValueError, "iter_upper: expected at least 3, as the grid says, got 2"),
+    "branches": (
+        {"num_tokens_upper": 8},
+        ValueError,
+        "num_tokens_upper: expected at least 16, as the grid says",
+    ),
+    "page": ({"page_size": 0}, ValueError, "page_size: expected at least 1, got 0"),
+    "grid": (
+        {"grid": (4, 4, 4)},
+        ValueError,
+        "kv_indices, kv_indptr: expected 4 steps and 17 offsets of 4 x 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DRAFTS)
+def test_draft_lists_refuse(case: str) -> None:
+    change, error, words = DRAFTS[case]
+    args, grid = draft_args(load("draft_topk4_steps3_page4", DEVICE))
+    grid = change.get("grid", grid)
+    change = {name: value for name, value in change.items() if name != "grid"}
+    with pytest.raises(error, match=words):
+        sglang.generate_draft_decode_kv_indices[grid](**{**args, **change}, engine=ENGINE)
+    assert bool((args["kv_indices"] == -7).all())
 
 
 class _Four:

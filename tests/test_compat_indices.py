@@ -15,7 +15,7 @@ from attnlab._boot import INTERPRETED
 from attnlab.assets import load_json
 from attnlab.compat import sglang
 from tests.cases import ENGINES
-from tests.originals import UNIFIED, load
+from tests.originals import UNIFIED, Args, load
 from tests.syncs import no_waiting
 from tests.tolerances import LSE, OUTPUT
 
@@ -98,6 +98,41 @@ def test_split_counts_are_the_originals(dtype: torch.dtype, engine: str, device:
         shape = (case["num_head"], case["num_kv_head"], case["max_kv_splits"], case["core_count"])
         sglang.get_num_kv_splits_triton[(1,)](out, lens, seqs, group, *shape, MAX_NUM_SEQ=512, engine=engine)
         assert out.tolist() == [*case["result"], OLD, OLD]
+
+
+DRAFTS = ["draft_topk1_steps3_page4", "draft_topk4_steps3_page1", "draft_topk4_steps3_page4"]
+
+
+@engines
+@pytest.mark.parametrize("name", DRAFTS)
+def test_draft_lists_are_the_originals(name: str, engine: str, device: str) -> None:
+    file = load(name, device)
+    args, grid = draft_args(file)
+    sglang.generate_draft_decode_kv_indices[grid](**args, engine=engine)
+    assert torch.equal(args["kv_indptr"], file["kv_indptr"])
+    for got, want, used in zip(args["kv_indices"], file["kv_indices"], file["used_len"].tolist(), strict=True):
+        assert torch.equal(got[:used], want[:used])
+        assert bool((got[used:] == OLD).all())
+
+
+def draft_args(file: Args) -> tuple[Args, tuple[int, int, int]]:
+    """Arguments and grid of a draft case; buffers hold what they held when the file was made."""
+    seqs, branches = len(file["seq_lens"]), len(file["positions"])
+    indptr = torch.full_like(file["kv_indptr"], OLD)
+    indptr[:, 0] = 0
+    args = {name: file[name] for name in ("req_pool_indices", "req_to_token", "positions", "page_size")}
+    return {
+        **args,
+        "paged_kernel_lens": file["seq_lens"],
+        "kv_indices": torch.full_like(file["kv_indices"], OLD),
+        "kv_indptr": indptr,
+        "pool_len": file["req_to_token"].stride(0),
+        "kv_indices_stride": file["kv_indices"].stride(0),
+        "kv_indptr_stride": indptr.stride(0),
+        "bs_upper": 4,
+        "iter_upper": 4,
+        "num_tokens_upper": 16,
+    }, (file["num_steps"], seqs, branches // seqs)
 
 
 # --- Against plain Python ---------------------------------------------------------------------------------------
@@ -186,6 +221,7 @@ def test_no_length_is_read_back(engine: str, device: str) -> None:
     splits = torch.zeros(18, dtype=torch.int32, device=device)
     pool = SimpleNamespace(translate_loc_from_full_to_swa=lambda slots: slots + 1)
     group = Ranks([torch.zeros(2, 4)] * 2, [torch.zeros(2, 4, 8)] * 2, 0)
+    drafts, grid = draft_args(load(DRAFTS[2], device))
     with no_waiting():
         mine = sglang.get_dcp_lens(lens, 4, 1, lens)
         shared = (table, rows, mine, indptr, lens, out, table.stride(0))
@@ -195,6 +231,7 @@ def test_no_length_is_read_back(engine: str, device: str) -> None:
         sglang.update_sliding_window_buffer(
             indptr.clone(), table, 5, lens, rows, 9, token_to_kv_pool=pool, engine=engine
         )
+        sglang.generate_draft_decode_kv_indices[grid](**drafts, engine=engine)
         sglang.get_num_kv_splits_triton[(1,)](splits, lens, 9, 2, 32, 8, 8, 132, 256, engine=engine)
         sglang.cp_lse_ag_out_rs_mha(torch.zeros(2, 4, 8), torch.zeros(2, 4), group)
 
@@ -361,7 +398,13 @@ def test_widths_of_draft_lists() -> None:
     assert sglang.draft_kv_indices_buffer_width(64, 4, 4096) == 64 * 4 * 4096
     with pytest.raises(ValueError, match=r"expected a product below 2\^31, got 1024 x 8 x 262144"):
         sglang.draft_kv_indices_buffer_width(1024, 8, 262144)
-    assert sglang.draft_kv_indices_used_len(100, 4, 12, 3) == 100 * 4 + 12 * 3
+    for name in DRAFTS:
+        file = load(name, "cpu")
+        used = [
+            sglang.draft_kv_indices_used_len(int(file["seq_lens"].sum()), file["topk"], len(file["positions"]), n)
+            for n in range(1, file["num_steps"] + 1)
+        ]
+        assert used == file["used_len"].tolist()
 
 
 MASK = {

@@ -13,6 +13,7 @@ from attnlab.compat.sglang.decode import decode_attention_fwd_grouped as decode_
 from attnlab.compat.sglang.decode import decode_attention_fwd_normal as decode_attention_fwd_normal
 from attnlab.compat.sglang.drafts import draft_kv_indices_buffer_width as draft_kv_indices_buffer_width
 from attnlab.compat.sglang.drafts import draft_kv_indices_used_len as draft_kv_indices_used_len
+from attnlab.compat.sglang.drafts import generate_draft_decode_kv_indices as generate_draft_decode_kv_indices
 from attnlab.compat.sglang.extend import extend_attention_fwd as extend_attention_fwd
 from attnlab.compat.sglang.extend import extend_attention_fwd_unified as extend_attention_fwd_unified
 from attnlab.compat.sglang.indices import build_unified_kv_indices as build_unified_kv_indices
