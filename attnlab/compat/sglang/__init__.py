@@ -6,6 +6,7 @@ Windows are the original's number, a radius: W earlier keys and the query itself
 original's, the function's docstring says so.
 """
 
+from attnlab.compat.sglang.backend import TritonAttnBackend as TritonAttnBackend
 from attnlab.compat.sglang.dcp import cp_lse_ag_out_rs_mha as cp_lse_ag_out_rs_mha
 from attnlab.compat.sglang.dcp import get_dcp_lens as get_dcp_lens
 from attnlab.compat.sglang.decode import decode_attention_fwd as decode_attention_fwd
@@ -26,6 +27,8 @@ from attnlab.compat.sglang.indices import update_sliding_window_buffer as update
 from attnlab.compat.sglang.masks import TreeMaskMode as TreeMaskMode
 from attnlab.compat.sglang.masks import VerifyMask as VerifyMask
 from attnlab.compat.sglang.masks import maybe_create_verify_mask as maybe_create_verify_mask
+from attnlab.compat.sglang.metadata import ForwardMetadata as ForwardMetadata
 from attnlab.compat.sglang.mods import relative_bias_score_mod as relative_bias_score_mod
+from attnlab.compat.sglang.multistep import TritonMultiStepDraftBackend as TritonMultiStepDraftBackend
 from attnlab.compat.sglang.records import KVWriteLoc as KVWriteLoc
 from attnlab.compat.sglang.verify import verify_splitkv_fwd as verify_splitkv_fwd

@@ -1,14 +1,272 @@
-"""What foreign objects offer: the one file that looks at them."""
+"""What foreign objects offer: the one file that looks at them. Everything else gets the plain records made here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from attnlab.checks import one_of, positive, require, tensor, whole
+from attnlab.compat.sglang.arguments import INTEGERS
+from attnlab.spec import AttentionSpec, ScoreMod
 
-def to_sliding(token_to_kv_pool: Any) -> Callable[[Tensor], Tensor] | None:
+Translate = Callable[[Tensor], Tensor]
+Mode = Literal["decode", "verify", "draft extend", "extend"]
+
+
+def to_sliding(token_to_kv_pool: Any) -> Translate | None:
     """Return a pool's way from full to sliding slots; None where there is no pool, or it has no sliding storage."""
-    translate: Callable[[Tensor], Tensor] | None = getattr(token_to_kv_pool, "translate_loc_from_full_to_swa", None)
+    translate: Translate | None = getattr(token_to_kv_pool, "translate_loc_from_full_to_swa", None)
     return translate
+
+
+def to_physical(allocator: Any) -> Translate | None:
+    """Return an allocator's way from virtual to physical slots, the dense one where it has one; None without either."""
+    dense: Translate | None = getattr(allocator, "translate_kv_loc_dense", None)
+    plain: Translate | None = getattr(allocator, "translate_kv_loc", None)
+    return plain if dense is None else dense
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Runner:
+    """What a model runner says of the model, its table of requests, its pool and the server's options.
+
+    `window` is the radius, visible keys minus one; 0 where no layer has a window. `tile`: keys of a split, where set.
+    """
+
+    table: Tensor
+    pool: Any
+    physical: Translate | None
+    sliding: Translate | None
+    context_len: int
+    heads: int
+    kv_heads: int
+    v_dim: int
+    sliding_v_dim: int
+    mla: bool
+    window: int
+    page_size: int
+    device: torch.device
+    gpu: int
+    max_splits: int
+    tile: int | None
+    deterministic: bool
+    chunked_prefill: bool
+    is_draft: bool
+
+    @classmethod
+    def of(cls, runner: Any, *, tp_size: int, hybrid_linear: bool) -> Runner:
+        """Read a model runner. Raises ValueError, naming both settings, where they do not go together."""
+        config, args, pool = runner.model_config, runner.server_args, runner.token_to_kv_pool
+        table = tensor(
+            "req_to_token", runner.req_to_token_pool.req_to_token, shape=("size", "context"), dtype=torch.int32
+        )
+        window = _radius(runner.sliding_window_size)
+        encoder = bool(getattr(config, "is_encoder_decoder", False))
+        require(
+            not (window and encoder),
+            f"sliding_window_size, is_encoder_decoder: a window of {window} and an encoder do not go together; set "
+            "sliding_window_size=None or use a decoder-only model",
+        )
+        heads = positive("get_max_num_attention_heads", config.get_max_num_attention_heads())
+        tp = positive("tp_size", tp_size)
+        require(heads % tp == 0, f"tp_size: expected a divisor of the {heads} heads, got {tp}")
+        kv_heads = positive("get_num_kv_heads", config.get_num_kv_heads(tp))
+        require(
+            (heads // tp) % kv_heads == 0,
+            f"get_num_kv_heads: expected a divisor of the {heads // tp} heads of a rank, got {kv_heads}",
+        )
+        v_dim = pool.get_v_head_dim() if hybrid_linear else pool.get_value_buffer(_first_layer(pool)).shape[-1]
+        sliding_v_dim = getattr(config, "swa_v_head_dim", None)
+        if sliding_v_dim is not None and sliding_v_dim != config.v_head_dim:
+            v_dim = config.v_head_dim
+        tile = args.triton_attention_split_tile_size
+        page_size = positive("page_size", runner.page_size)
+        return cls(
+            table=table,
+            pool=pool,
+            physical=to_physical(getattr(runner, "token_to_kv_pool_allocator", None)),
+            sliding=to_sliding(pool),
+            context_len=positive("context_len", config.context_len),
+            heads=heads // tp,
+            kv_heads=kv_heads,
+            v_dim=positive("v_head_dim", v_dim),
+            sliding_v_dim=v_dim if sliding_v_dim is None else positive("swa_v_head_dim", sliding_v_dim),
+            mla=_is_mla(config.attention_arch),
+            window=window,
+            page_size=page_size,
+            device=table.device,
+            gpu=getattr(runner, "gpu_id", 0),
+            max_splits=positive("triton_attention_num_kv_splits", args.triton_attention_num_kv_splits),
+            tile=None if tile is None else positive("triton_attention_split_tile_size", tile),
+            deterministic=bool(args.enable_deterministic_inference),
+            chunked_prefill=args.chunked_prefill_size not in (None, -1),
+            is_draft=bool(getattr(runner, "is_draft_worker", False)),
+        )
+
+    def buffers(self, layer: Any) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values as they are stored."""
+        return self.pool.get_key_buffer(layer.layer_id), self.pool.get_value_buffer(layer.layer_id)
+
+    def store(self, layer: Any, loc: Any, k: Tensor, v: Tensor, *, mask: Tensor | None) -> None:
+        """Write new keys and values. Where there are scales the pool, which may divide in place, gets copies.
+
+        A pool of latent rows divides by no scale: its keys are divided here.
+        """
+        k_scale, v_scale = getattr(layer, "k_scale", None), getattr(layer, "v_scale", None)
+        options = {} if mask is None else {"dcp_kv_mask": mask}
+        if k_scale is None or v_scale is None:
+            self.pool.set_kv_buffer(layer, loc, k, v, **options)
+        elif self.mla:
+            self.pool.set_kv_buffer(layer, loc, k / k_scale, v, **options)
+        else:
+            self.pool.set_kv_buffer(layer, loc, k.clone(), v.clone(), k_scale, v_scale, **options)
+
+
+def _first_layer(pool: Any) -> int:
+    return int(getattr(pool, "start_layer", 0) or 0)
+
+
+def _radius(size: int | None) -> int:
+    """Return a window's radius; 0 for None, -1 and 0, which all say that there is none."""
+    radius = 0 if size is None else whole("sliding_window_size", size)
+    require(
+        radius >= -1, f"sliding_window_size: expected a radius of at least 1, or None, -1 or 0 for none, got {size}"
+    )
+    return max(radius, 0)
+
+
+def _is_mla(arch: Any) -> bool:
+    return str(getattr(arch, "name", arch)).upper() == "MLA"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Given:
+    """What a forward batch says. Lists may be longer than the batch; what is not there is None."""
+
+    mode: Mode
+    reqs: int
+    rows: Tensor
+    lens: Tensor
+    total: int | None
+    prefix: Tensor | None
+    prefix_total: int | None
+    new: Tensor | None
+    most_new: int | None
+    out_loc: Tensor | None
+    positions: Tensor | None
+    encoder: bool
+    drafts: int | None
+    draft_new: Tensor | None
+    mask: Tensor | None
+    lists: tuple[Tensor, Tensor] | None
+
+    @classmethod
+    def of(cls, batch: Any) -> Given:
+        """Read a forward batch; nothing is read back from the device."""
+        reqs, spec, mode = whole("batch_size", batch.batch_size), getattr(batch, "spec_info", None), _mode(batch)
+        indptr, indices = getattr(spec, "kv_indptr", None), getattr(spec, "kv_indices", None)
+        new_on_host = getattr(batch, "extend_seq_lens_cpu", None)
+        prefix_on_host = getattr(batch, "extend_prefix_lens_cpu", None)
+        drafts = getattr(spec, "draft_token_num", None)
+        return cls(
+            mode=mode,
+            reqs=reqs,
+            rows=tensor("req_pool_indices", batch.req_pool_indices, shape=["reqs"], dtype=INTEGERS),
+            lens=tensor("seq_lens", batch.seq_lens, shape=["reqs"], dtype=INTEGERS),
+            total=_total(getattr(batch, "seq_lens_sum", None), getattr(batch, "seq_lens_cpu", None)),
+            prefix=getattr(batch, "extend_prefix_lens", None),
+            prefix_total=_total(None, prefix_on_host),
+            new=getattr(batch, "extend_seq_lens", None),
+            most_new=None if new_on_host is None else max((int(n) for n in new_on_host), default=0),
+            out_loc=getattr(batch, "out_cache_loc", None),
+            positions=getattr(batch, "positions", None),
+            encoder=getattr(batch, "encoder_lens", None) is not None,
+            drafts=None if drafts is None or drafts < 1 else int(drafts),
+            draft_new=getattr(spec, "extend_seq_lens_tensor", None),
+            mask=getattr(spec, "custom_mask", None),
+            lists=None if indptr is None or indices is None else (indptr, indices),
+        )
+
+
+def output_of(batch: Any) -> Tensor | None:
+    """Return the buffer that a batch wants its attention in."""
+    out: Tensor | None = getattr(batch, "_attn_output", None)
+    return out
+
+
+def write_mask_of(batch: Any) -> Tensor | None:
+    """Return which of a batch's tokens are this rank's to store; None where all are."""
+    mask: Tensor | None = getattr(batch, "dcp_kv_mask", None)
+    return mask
+
+
+def mode_of(batch: Any) -> Mode:
+    """Return the mode of a forward batch."""
+    return _mode(batch)
+
+
+def _mode(batch: Any) -> Mode:
+    mode = batch.forward_mode
+    if mode.is_decode_or_idle():
+        return "decode"
+    if mode.is_target_verify():
+        return "verify"
+    drafts = getattr(mode, "is_draft_extend_v2", None)
+    return "draft extend" if drafts is not None and drafts() else "extend"
+
+
+def _total(total: Any, lens: Any) -> int | None:
+    """Return the tokens of all requests, if the host was told."""
+    if total is not None:
+        return int(total)
+    if lens is None:
+        return None
+    require(
+        not isinstance(lens, Tensor) or lens.device.type == "cpu",
+        f"seq_lens_cpu: expected on the CPU, got {lens.device if isinstance(lens, Tensor) else lens}",
+    )
+    return int(sum(lens.tolist() if isinstance(lens, Tensor) else lens))
+
+
+def is_sliding(layer: Any) -> bool:
+    """Whether a layer has a window."""
+    return _radius(getattr(layer, "sliding_window_size", None)) > 0
+
+
+def scales_of(layer: Any) -> tuple[float, float]:
+    """Return what a layer's stored keys and values are to be multiplied with: 1 unless both scales exist."""
+    scales = getattr(layer, "k_scale", None), getattr(layer, "v_scale", None)
+    if scales[0] is None or scales[1] is None:
+        return 1.0, 1.0
+    return float(layer.k_scale_float), float(layer.v_scale_float)
+
+
+def attention_of(layer: Any, *, bidirectional: bool, has_sinks: bool, mod: ScoreMod | None) -> AttentionSpec:
+    """Return a layer's attention. Its window's number is a radius: visible keys minus one.
+
+    `bidirectional`: whether decoder layers that ask for it may see tokens behind them. Raises ValueError where the soft
+    cap is of another method than tanh.
+    """
+    one_of("logit_capping_method", getattr(layer, "logit_capping_method", None) or "tanh", ("tanh",))
+    kind = str(getattr(layer.attn_type, "value", layer.attn_type)).lower()
+    cross = bool(getattr(layer, "is_cross_attention", False))
+    causal = not cross and kind != "encoder_only" and not (kind == "decoder_bidirectional" and bidirectional)
+    radius, cap = _radius(getattr(layer, "sliding_window_size", None)), getattr(layer, "logit_cap", 0.0) or 0.0
+    temperature = getattr(layer, "xai_temperature_len", -1)
+    return AttentionSpec(
+        heads=layer.tp_q_head_num,
+        kv_heads=layer.tp_k_head_num,
+        qk_dim=layer.qk_head_dim,
+        v_dim=layer.v_head_dim,
+        scale=float(layer.scaling),
+        causal=causal,
+        window=radius + 1 if radius > 0 else None,
+        softcap=float(cap) if cap > 0 else None,
+        temperature_len=temperature if temperature is not None and temperature > 0 else None,
+        mod=mod,
+        has_sinks=has_sinks,
+    )

@@ -1,0 +1,414 @@
+"""`TritonAttnBackend`: the original's class over our engines. It plans by forward batch and attends by layer.
+
+Reference: triton_backend.py. A step's lists are made in one place (`StepMaker`), whether it runs as it comes or is
+replayed in a CUDA graph; which memory they lie in is the only difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from attnlab.checks import describe, one_of, positive, require, tensor
+from attnlab.compat.sglang.adapt import (
+    Given,
+    Runner,
+    attention_of,
+    is_sliding,
+    mode_of,
+    output_of,
+    scales_of,
+    write_mask_of,
+)
+from attnlab.compat.sglang.arguments import kv_view
+from attnlab.compat.sglang.graph_buffers import GraphBuffers
+from attnlab.compat.sglang.masks import VerifyMask
+from attnlab.compat.sglang.memory import Fresh
+from attnlab.compat.sglang.metadata import Draft, ForwardMetadata, Reads, Scratch, Step
+from attnlab.compat.sglang.mods import modifier
+from attnlab.compat.sglang.records import KVWriteLoc
+from attnlab.compat.sglang.splitting import Splitting
+from attnlab.compat.sglang.steps import StepMaker
+from attnlab.engines import Engine, engine_for
+from attnlab.mask import CAUSAL
+from attnlab.memory.pool import KVView
+from attnlab.memory.rows import read_back
+from attnlab.plan.call import DecodeCall
+from attnlab.plan.extend_call import ExtendCall, Parts, VerifyCall
+from attnlab.plan.plans import ExtendLane, Lane
+from attnlab.spec import AttentionSpec
+
+SEQ_LEN_FILL = 1
+
+
+class TritonAttnBackend:
+    """The original's attention backend: metadata once a step, attention once a layer.
+
+    What the original reads from process-wide settings are arguments here, with its defaults. `device_core_count`: the
+    multiprocessors that splits are counted with; None asks the device (0, as on a CPU: static splits). `engine` as in
+    the package's functions.
+
+    Differs from the original: windows hold W + 1 keys in every mode (its decode holds W); sliding layers are split by
+    their own lengths; a verify is split over its cached keys on every device, with a mask too, unless
+    `split_kv_verify` is off; draft models may have windows; the metadata's lists share no memory between steps that
+    run as they come. Context parallelism (`dcp_size` > 1) raises NotImplementedError.
+    Raises ValueError, naming both settings, where they do not go together.
+    """
+
+    needs_cpu_seq_lens = False
+
+    def __init__(
+        self,
+        model_runner: Any,
+        skip_prefill: bool = False,
+        kv_indptr_buf: Tensor | None = None,
+        *,
+        engine: str | Engine = "triton",
+        tp_size: int = 1,
+        dcp_size: int = 1,
+        speculative_num_draft_tokens: int | None = None,
+        static_kv_splits: bool = False,
+        deterministic_split_tile_size: int = 256,
+        split_kv_verify: bool = True,
+        prefill_graph: Literal["off", "whole", "split"] = "off",
+        hybrid_linear: bool = False,
+        device_kind: Literal["cuda", "hip", "xpu", "cpu"] = "cuda",
+        device_core_count: int | None = None,
+    ) -> None:
+        require(
+            positive("dcp_size", dcp_size) == 1,
+            f"dcp_size: expected 1, got {dcp_size}; get_dcp_lens, create_triton_kv_indices_for_dcp_triton and "
+            "cp_lse_ag_out_rs_mha are there for a rank of one's own",
+            NotImplementedError,
+        )
+        one_of("prefill_graph", prefill_graph, ("off", "whole", "split"))
+        one_of("device_kind", device_kind, ("cuda", "hip", "xpu", "cpu"))
+        self.runner = runner = Runner.of(model_runner, tp_size=tp_size, hybrid_linear=hybrid_linear)
+        self.engine = engine_for(engine, runner.device)
+        self.skip_prefill = skip_prefill
+        self.kv_indptr_buf = kv_indptr_buf
+        self.num_draft_tokens = speculative_num_draft_tokens
+        self.split_kv_verify = split_kv_verify
+        self.bidirectional = not runner.chunked_prefill and prefill_graph in ("off", "whole")
+        self.splitting = Splitting.of(
+            runner,
+            engine=self.engine,
+            static=static_kv_splits,
+            deterministic_tile=deterministic_split_tile_size,
+            cores=device_core_count,
+            kind=device_kind,
+        )
+        self.max_kv_splits = self.splitting.most
+        self.maker = StepMaker(
+            runner=runner,
+            engine=self.engine,
+            splitting=self.splitting,
+            num_draft_tokens=speculative_num_draft_tokens,
+            split_verify=split_kv_verify,
+        )
+        self._graph: GraphBuffers | None = None
+        self._step: Step | None = None
+
+    # --- once a step ----------------------------------------------------------------------------------------------
+
+    @property
+    def forward_metadata(self) -> ForwardMetadata:
+        """The metadata of the step that was planned last. Raises RuntimeError before the first."""
+        return self._planned().metadata
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan a step that runs as it comes. Raises ValueError where the mode is none of this backend's."""
+        given = Given.of(forward_batch)
+        self._check_mode(given)
+        self._step = self.maker.make(given, self._fresh, reqs=given.reqs)
+
+    def init_draft_step(self, given: Given, draft: Draft, *, graph: bool, in_capture: bool = False) -> None:
+        """Plan one step of multi-step drafting, whose lists were made together with those of the other steps."""
+        if graph:
+            self._step = self._graph_state().step(self.maker, given, draft=draft, in_capture=in_capture)
+        else:
+            self._step = self.maker.make(given, self._fresh, reqs=given.reqs, draft=draft)
+
+    def get_num_kv_splits(self, num_kv_splits: Tensor, seq_lens: Tensor) -> None:
+        """Fill `num_kv_splits` int32 `[tokens]` with how many splits each query token's list gets.
+
+        `seq_lens` `[sequences]`; consecutive tokens share a sequence. Raises ValueError unless tokens are a multiple of
+        the sequences. A sequence of length 0 gets 0 where lengths are looked at.
+        """
+        self.splitting.fill(num_kv_splits, seq_lens)
+
+    # --- CUDA graphs ----------------------------------------------------------------------------------------------
+
+    def init_cuda_graph_state(
+        self,
+        max_bs: int,
+        max_num_tokens: int,
+        kv_indices_buf: Tensor | None = None,
+        cuda_graph_num_kv_splits_buf: Tensor | None = None,
+    ) -> None:
+        """Allocate what all captured steps share, for the largest batch; buffers may be handed in.
+
+        Raises ValueError, with the bytes and what lowers them, where a GPU has not that much memory free.
+        """
+        self._graph = GraphBuffers(
+            runner=self.runner,
+            splitting=self.splitting,
+            max_bs=max_bs,
+            max_num_tokens=max_num_tokens,
+            drafts=None if self.skip_prefill else self.num_draft_tokens,
+            kv_indices=kv_indices_buf,
+            counts=cuda_graph_num_kv_splits_buf,
+        )
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Fill the shared buffers for a step: before it is captured, and before every replay.
+
+        A replay of fewer requests than were captured is padded to the next larger capture. Raises ValueError, with both
+        numbers, where there is none; where the draft count is another; where a mask comes to a step captured without.
+        """
+        given = Given.of(forward_batch)
+        self._check_mode(given)
+        self._step = self._graph_state().step(self.maker, given, draft=None, in_capture=in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Do nothing: everything is filled outside of the graph."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the length that padded rows may have; 0 serves as well here."""
+        return SEQ_LEN_FILL
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """The very bytes that a captured verify reads; None before `init_cuda_graph_state`, or without drafts."""
+        return None if self._graph is None else self._graph.verify_mask
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Do nothing: a verify's buffers are filled when it is planned."""
+
+    # --- once a layer ---------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **options: Any,
+    ) -> Tensor:
+        """Attend as the batch's mode says; an idle batch gives zeros `[tokens, heads * v_dim]`."""
+        if forward_batch.batch_size == 0:
+            return q.new_zeros(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+        run = self.forward_decode if mode_of(forward_batch) == "decode" else self.forward_extend
+        return run(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **options)
+
+    @torch.no_grad()
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+        score_mod: Any = None,
+        aux_tensors: Any = None,
+    ) -> Tensor:
+        """Store the new tokens' K and V, then attend with one query a row; return `[tokens, heads * v_dim]`.
+
+        `q`, `k`, `v` are `[tokens, heads * dim]` or `[tokens, heads, dim]`.
+        """
+        step = self._planned()
+        q = _heads(q, layer.tp_q_head_num, layer.qk_head_dim)
+        spec, aux = self._attention(layer, q, sinks, score_mod, aux_tensors)
+        view, lane = self._view(layer), self._lane(step.reads, layer, spec)
+        if not isinstance(lane, Lane) or step.mode != "decode":
+            raise ValueError(f"forward_decode: the step was planned for {step.mode}; call forward_extend")
+        out = _output(forward_batch, q, spec)
+        call = DecodeCall(
+            layer=layer.layer_id,
+            spec=spec,
+            view=view,
+            lane=lane,
+            partials=self._scratch(step, layer).partials(lane, rows=spec.group),
+            q=q,
+            out=out,
+            sinks=sinks,
+            aux=aux,
+        )
+        if save_kv_cache:
+            self._store(step, layer, forward_batch, k, v)
+        self.engine.decode(call)
+        return out.view(out.shape[0], spec.heads * spec.v_dim)
+
+    @torch.no_grad()
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+        score_mod: Any = None,
+        aux_tensors: Any = None,
+    ) -> Tensor:
+        """Store the new tokens' K and V, then attend with each of them; return `[tokens, heads * v_dim]`.
+
+        With `k` and `v` both None what the pool holds for the new tokens is read back; one of them alone is an error.
+        A verify is split over its cached keys; a deterministic extend reads one list of cached and new keys.
+        """
+        step = self._planned()
+        queries = step.reads.queries
+        if queries is None:
+            raise ValueError(f"forward_extend: the step was planned for {step.mode}; call forward_decode")
+        q = _heads(q, layer.tp_q_head_num, layer.qk_head_dim)
+        spec, aux = self._attention(layer, q, sinks, score_mod, aux_tensors)
+        view, lane = self._view(layer), self._lane(step.reads, layer, spec)
+        cross = bool(layer.is_cross_attention)
+        require(
+            (k is None) == (v is None),
+            f"k, v: expected both, or None for both, got {describe(k)} and {describe(v)}",
+        )
+        stored = k is not None and save_kv_cache
+        if stored:
+            self._store(step, layer, forward_batch, k, v)
+        out = _output(forward_batch, q, spec)
+        queries = replace(queries, mask=CAUSAL) if cross else queries
+        keys, values = self._new(step, layer, forward_batch, q, k, v, spec, view)
+        common: dict[str, Any] = {
+            "layer": layer.layer_id,
+            "spec": spec,
+            "view": view,
+            "lane": lane,
+            "queries": queries,
+            "q": q,
+            "out": out,
+            "sinks": sinks,
+            "aux": aux,
+            "batch_invariant": self.runner.deterministic,
+        }
+        if isinstance(lane, Lane) and not cross:
+            rows = spec.group * queries.most
+            partials = self._scratch(step, layer).partials(lane, rows=rows)
+            self.engine.verify(VerifyCall(**common, partials=partials, k=keys, v=values))
+        elif step.reads.one_pass and not cross:
+            require(
+                stored or k is None, "save_kv_cache: a deterministic extend reads new tokens from the pool; save them"
+            )
+            self.engine.extend(ExtendCall(**common, one_pass=True, k=None, v=None))
+        else:
+            parts: Parts = "cached" if cross else "all"
+            self.engine.extend(ExtendCall(**common, one_pass=False, k=keys, v=values, parts=parts))
+        return out.view(out.shape[0], spec.heads * spec.v_dim)
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _fresh(self) -> Fresh:
+        runner = self.runner
+        v_dims = (runner.v_dim, runner.sliding_v_dim)
+        return Fresh(device=runner.device, heads=runner.heads, splits=self.max_kv_splits, v_dims=v_dims)
+
+    def _planned(self) -> Step:
+        if self._step is None:
+            raise RuntimeError("forward_metadata: no step was planned yet; call init_forward_metadata(forward_batch)")
+        return self._step
+
+    def _graph_state(self) -> GraphBuffers:
+        if self._graph is None:
+            raise RuntimeError("graph: there are no buffers yet; call init_cuda_graph_state(max_bs, max_num_tokens)")
+        return self._graph
+
+    def _check_mode(self, given: Given) -> None:
+        require(
+            given.mode == "decode" or not self.skip_prefill,
+            f"forward_mode: this backend was built with skip_prefill=True and plans decodes alone, got {given.mode}",
+        )
+
+    def _attention(
+        self, layer: Any, q: Tensor, sinks: Tensor | None, score_mod: Any, aux_tensors: Any
+    ) -> tuple[AttentionSpec, Tensor | None]:
+        mod, aux = modifier(score_mod, aux_tensors, q=q, engine=self.engine)
+        spec = attention_of(layer, bidirectional=self.bidirectional, has_sinks=sinks is not None, mod=mod)
+        return spec, aux
+
+    def _view(self, layer: Any) -> KVView:
+        k, v = self.runner.buffers(layer)
+        k_scale, v_scale = scales_of(layer)
+        shared = self.runner.mla and k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
+        return kv_view(k, v, k_scale=k_scale, v_scale=v_scale, has_mla=shared)
+
+    def _lane(self, reads: Reads, layer: Any, spec: AttentionSpec) -> ExtendLane | Lane:
+        """Return the lists that a layer reads, said to be of its sight."""
+        lane = reads.full
+        if is_sliding(layer):
+            require(
+                reads.sliding is not None,
+                f"layer {layer.layer_id}: has a window, but the model runner's sliding_window_size is none",
+            )
+            lane = reads.sliding if reads.sliding is not None else lane
+        if lane.layout.sight == spec.sight:
+            return lane
+        return replace(lane, layout=replace(lane.layout, sight=spec.sight))
+
+    def _scratch(self, step: Step, layer: Any) -> Scratch:
+        return step.sliding_scratch if is_sliding(layer) else step.scratch
+
+    def _loc(self, step: Step, forward_batch: Any) -> KVWriteLoc:
+        metadata = step.metadata
+        loc = forward_batch.out_cache_loc if step.out_loc is None else step.out_loc
+        return KVWriteLoc(loc, metadata.swa_out_cache_loc, metadata.out_cache_loc_full_physical)
+
+    def _store(self, step: Step, layer: Any, forward_batch: Any, k: Tensor | None, v: Tensor | None) -> None:
+        if k is None or v is None:
+            raise ValueError("k, v: expected the new tokens' keys and values, got None; pass save_kv_cache=False")
+        keys = _heads(k, layer.tp_k_head_num, layer.qk_head_dim)
+        values = _rows(v, layer.tp_k_head_num)
+        mask = write_mask_of(forward_batch)
+        self.runner.store(layer, self._loc(step, forward_batch), keys, values, mask=mask)
+
+    def _new(
+        self,
+        step: Step,
+        layer: Any,
+        forward_batch: Any,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        spec: AttentionSpec,
+        view: KVView,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the new tokens' keys and values: those given, or what the pool holds for them."""
+        if layer.is_cross_attention or step.reads.one_pass:
+            return None, None
+        if k is not None and v is not None:
+            values = _rows(v, spec.kv_heads)[..., : spec.v_dim]
+            return _heads(k, spec.kv_heads, spec.qk_dim), values
+        loc = self._loc(step, forward_batch)
+        own = loc.swa_loc if is_sliding(layer) and loc.swa_loc is not None else loc.full_loc
+        return read_back(view, (loc.loc if own is None else own).long(), q.dtype)
+
+
+def _heads(x: Tensor, heads: int, dim: int) -> Tensor:
+    """Return `[tokens, heads, dim]` of a tensor that has heads and dimension in one axis, or in two."""
+    tensor("q, k", x, shape=["tokens", heads, dim] if x.dim() == 3 else ["tokens", heads * dim])
+    return x if x.dim() == 3 else x.view(x.shape[0], heads, dim)
+
+
+def _rows(v: Tensor, heads: int) -> Tensor:
+    """Return values as `[tokens, heads, dim]`; what MLA passes as such may be as wide as its keys."""
+    return v if v.dim() == 3 else v.view(v.shape[0], heads, v.shape[1] // heads)
+
+
+def _output(forward_batch: Any, q: Tensor, spec: AttentionSpec) -> Tensor:
+    """Return the batch's own buffer for the output, or a new one; rows that no query has come out as 0."""
+    given = output_of(forward_batch)
+    shape = (q.shape[0], spec.heads, spec.v_dim)
+    return q.new_zeros(shape) if given is None else given.view(shape)

@@ -1,0 +1,168 @@
+"""`TritonMultiStepDraftBackend`: the steps of top-k drafting, whose lists are made in one launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlab.checks import positive, require
+from attnlab.compat.sglang.adapt import Given
+from attnlab.compat.sglang.backend import TritonAttnBackend
+from attnlab.compat.sglang.drafts import draft_kv_indices_buffer_width, generate_draft_decode_kv_indices
+from attnlab.compat.sglang.lists import padded
+from attnlab.compat.sglang.metadata import Draft
+
+
+class TritonMultiStepDraftBackend:
+    """One backend for each draft step but the last, which drafts no further: `attn_backends`.
+
+    Branch t of sequence s is row s * topk + t of a step. `kv_indptr` `[steps, max_requests * topk + 1]` has a row for
+    each step, its first column 0. Splits are counted once, from the sequences' `seq_lens`. Options are those of
+    `TritonAttnBackend`.
+
+    Differs from the original: draft models may have windows; the write slots `out_cache_loc`, `[branches, steps]`, are
+    translated for every step.
+    """
+
+    def __init__(self, model_runner: Any, topk: int, speculative_num_steps: int, **options: Any) -> None:
+        self.topk = positive("topk", topk)
+        self.speculative_num_steps = positive("speculative_num_steps", speculative_num_steps)
+        pool = model_runner.req_to_token_pool
+        self.req_to_token, self.page_size = pool.req_to_token, positive("page_size", model_runner.page_size)
+        self.max_context_len = model_runner.model_config.context_len
+        rows = positive("req_to_token_pool.size", pool.size) * topk
+        self.kv_indptr = torch.zeros(
+            speculative_num_steps, rows + 1, dtype=torch.int32, device=self.req_to_token.device
+        )
+        self.attn_backends = [
+            TritonAttnBackend(model_runner, skip_prefill=True, kv_indptr_buf=self.kv_indptr[i], **options)
+            for i in range(speculative_num_steps - 1)
+        ]
+        self._graph: tuple[Tensor, Tensor] | None = None
+        self._captured: set[int] = set()
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan all steps of a draft that runs as it comes: each has lists of its own."""
+        if self.attn_backends:
+            given, device = self._given(forward_batch), self.req_to_token.device
+            branches = given.reqs * self.topk
+            total = given.reqs * self.max_context_len if given.total is None else given.total
+            width = total * self.topk + branches * self.speculative_num_steps
+            slots = torch.zeros(self.speculative_num_steps, width, dtype=torch.int64, device=device)
+            indptr = torch.zeros_like(self.kv_indptr[:, : branches + 1])
+            counts = torch.zeros(branches, dtype=torch.int32, device=device)
+            self._plan(given, slots, indptr, counts, graph=False, in_capture=False)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what all steps of captured drafts share: a block of slots with a row a step, and the counts.
+
+        `max_num_tokens` counts branches, max_bs x topk of them.
+        """
+        if not self.attn_backends:
+            return
+        device, steps = self.req_to_token.device, self.speculative_num_steps
+        branches = positive("max_bs", max_bs) * self.topk
+        require(
+            max_num_tokens >= branches,
+            f"max_num_tokens: expected at least {branches} branches, {max_bs} x {self.topk}, got {max_num_tokens}",
+        )
+        width = draft_kv_indices_buffer_width(max_bs, self.topk, self.max_context_len)
+        slots = torch.zeros(steps, width, dtype=torch.int64, device=device)
+        counts = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
+        self._graph = slots, counts
+        for backend, row in zip(self.attn_backends, slots, strict=False):
+            backend.init_cuda_graph_state(
+                max_bs, max_num_tokens, kv_indices_buf=row, cuda_graph_num_kv_splits_buf=counts
+            )
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Fill the shared buffers for all steps: before they are captured, and before every replay."""
+        if not self.attn_backends:
+            return
+        if self._graph is None:
+            raise RuntimeError("graph: there are no buffers yet; call init_cuda_graph_state(max_bs, max_num_tokens)")
+        slots, counts = self._graph
+        given = self._given(forward_batch)
+        if in_capture:
+            self._captured.add(given.reqs)
+        given = self._padded(given)
+        self._plan(given, slots, self.kv_indptr, counts, graph=True, in_capture=in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Pass the hook on to every step's backend."""
+        for backend in self.attn_backends:
+            backend.init_forward_metadata_in_graph(forward_batch)
+
+    def _given(self, forward_batch: Any) -> Given:
+        given = Given.of(forward_batch)
+        require(given.mode == "decode", f"forward_mode: draft steps are decodes, got {given.mode}")
+        return given
+
+    def _padded(self, given: Given) -> Given:
+        """Return the batch with rows of length 0 up to the next larger capture."""
+        large = [reqs for reqs in self._captured if reqs >= given.reqs]
+        require(
+            bool(large),
+            f"batch_size: captured were drafts of {sorted(self._captured)} requests, got {given.reqs}",
+        )
+        reqs = min(large)
+        missing = (reqs - given.reqs) * self.topk * self.speculative_num_steps
+        return replace(
+            given,
+            reqs=reqs,
+            rows=padded(given.rows, given.reqs, reqs),
+            lens=padded(given.lens, given.reqs, reqs),
+            out_loc=None if given.out_loc is None else torch.nn.functional.pad(given.out_loc, (0, missing)),
+        )
+
+    def _plan(
+        self, given: Given, slots: Tensor, indptr: Tensor, counts: Tensor, *, graph: bool, in_capture: bool
+    ) -> None:
+        seqs, steps, topk = given.reqs, self.speculative_num_steps, self.topk
+        branches = seqs * topk
+        require(
+            branches < indptr.shape[1],
+            f"batch_size: {seqs} requests x {topk} branches, the buffers have room for {indptr.shape[1] - 1} branches",
+        )
+        lens = given.lens[:seqs]
+        if seqs:
+            generate_draft_decode_kv_indices[(steps, seqs, topk)](
+                given.rows,
+                self.req_to_token,
+                given.lens,
+                slots,
+                indptr,
+                lens.repeat_interleave(topk),
+                self.req_to_token.stride(0),
+                slots.stride(0),
+                indptr.stride(0),
+                _power_of_2(seqs),
+                _power_of_2(steps),
+                _power_of_2(branches),
+                self.page_size,
+                engine=self.attn_backends[0].engine,
+            )
+            self.attn_backends[0].get_num_kv_splits(counts[:branches], lens)
+        locations = self._write_slots(given, branches)
+        for i, backend in enumerate(self.attn_backends):
+            draft = Draft(
+                indptr=indptr[i, : branches + 1],
+                indices=slots[i],
+                counts=counts[:branches],
+                out_loc=None if locations is None else locations[:, i].contiguous(),
+            )
+            backend.init_draft_step(given, draft, graph=graph, in_capture=in_capture)
+
+    def _write_slots(self, given: Given, branches: int) -> Tensor | None:
+        """Return the slots that drafts are written to, `[branches, steps]`; None where the batch brings none yet."""
+        loc, wanted = given.out_loc, branches * self.speculative_num_steps
+        if loc is None or loc.shape[0] != wanted:
+            return None
+        return loc.view(branches, self.speculative_num_steps)
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,342 @@
+"""The original's backend class: every mode against the oracle, as it comes and replayed, over every kind of pool."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attnlab.graphs.memory import _tensors
+from attnlab.mask import ancestors
+from tests.foreign import DEVICE, World
+
+KINDS = ["mha", "mla", "sliding", "unified", "unified mla"]
+TREE = [-1, 0, 0]
+LENS = (20, 1, 7, 33)
+
+
+def filled(kind: str = "mha", **options: Any) -> tuple[World, list[int]]:
+    world = World(kind, **options)
+    return world, [world.request(n) for n in LENS]
+
+
+def tree_batch(world: World, requests: list[int]) -> Any:
+    """Every request has the tree of a root and two siblings, whose mask and positions the batch brings."""
+    lens = [world.lens[r] for r in requests]
+    bits = [torch.cat([torch.ones(3, n, dtype=torch.bool), ancestors(TREE)], 1).flatten() for n in lens]
+    mask = torch.cat([*bits, torch.zeros(0, dtype=torch.bool)]).to(DEVICE)
+    batch = world.batch("verify", requests, [3] * len(requests), draft_token_num=3, custom_mask=mask)
+    batch.positions = torch.tensor([n + d for n in lens for d in (0, 1, 1)], device=DEVICE, dtype=torch.int64)
+    return batch
+
+
+def paths(parents: list[int]) -> list[list[int]]:
+    return [row.nonzero().flatten().tolist() for row in ancestors(parents)]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["lengths on the host", "on the device"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_decodes_that_follow_each_other_are_right(kind: str, known: bool) -> None:
+    world, requests = filled(kind)
+    for _ in range(3):
+        batch = world.batch("decode", requests, [1] * 4, known=known)
+        world.backend.init_forward_metadata(batch)
+        results = world.run(batch, 4)
+        world.check(results, requests, [1] * 4)
+        world.settle(results, requests, [1] * 4)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["lengths on the host", "on the device"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_extend_is_right_and_so_is_the_decode_after_it(kind: str, known: bool) -> None:
+    world, requests = filled(kind)
+    new = [3, 9, 1, 12]
+    batch = world.batch("extend", requests, new, known=known)
+    world.backend.init_forward_metadata(batch)
+    results = world.run(batch, sum(new))
+    world.check(results, requests, new)
+    world.settle(results, requests, new)
+    batch = world.batch("decode", requests, [1] * 4)
+    world.backend.init_forward_metadata(batch)
+    world.check(world.run(batch, 4), requests, [1] * 4)
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["split", "one program a tile"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_chains_and_trees_are_verified(kind: str, split: bool) -> None:
+    world, requests = filled(kind, options={"split_kv_verify": split})
+    batch = world.batch("verify", requests, [3] * 4, draft_token_num=3)
+    world.backend.init_forward_metadata(batch)
+    world.check(world.run(batch, 12), requests, [3] * 4)
+    world, requests = filled(kind, options={"split_kv_verify": split})
+    batch = tree_batch(world, requests)
+    world.backend.init_forward_metadata(batch)
+    world.check(world.run(batch, 12), requests, [3] * 4, paths=paths(TREE))
+
+
+# --- CUDA graphs --------------------------------------------------------------------------------------------------
+
+
+def padded(batch: Any, each: int) -> Any:
+    """The batch as a server hands it to a graph of four requests: rows of padding behind the live ones."""
+    missing = 4 - batch.batch_size
+    batch = SimpleNamespace(**vars(batch))
+    batch.batch_size = 4
+    batch.extend_seq_lens = torch.nn.functional.pad(batch.extend_seq_lens, (0, missing))
+    batch.req_pool_indices = torch.nn.functional.pad(batch.req_pool_indices, (0, missing))
+    batch.seq_lens = torch.nn.functional.pad(batch.seq_lens, (0, missing), value=1)
+    batch.seq_lens_sum = None if batch.seq_lens_sum is None else batch.seq_lens_sum + missing
+    spec = {} if batch.spec_info is None else vars(batch.spec_info)
+    if "extend_seq_lens_tensor" in spec:
+        lens = torch.nn.functional.pad(spec["extend_seq_lens_tensor"], (0, missing))
+        batch.spec_info = SimpleNamespace(**{**spec, "extend_seq_lens_tensor": lens})
+    batch.out_cache_loc = torch.nn.functional.pad(batch.out_cache_loc, (0, missing * each))
+    if "positions" in vars(batch):
+        batch.positions = torch.nn.functional.pad(batch.positions, (0, missing * each))
+    return batch
+
+
+def captured(kind: str, mode: str, **options: Any) -> tuple[World, list[int]]:
+    """A world whose graph of four requests in that mode is captured."""
+    world, requests = filled(kind, **options)
+    world.backend.init_cuda_graph_state(4, 16)
+    each = 1 if mode == "decode" else 3
+    spec = {} if mode == "decode" else {"draft_token_num": 3}
+    batch = padded(world.batch(mode, [], [], **spec), each)
+    world.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    world.backend.init_forward_metadata_in_graph(batch)
+    return world, requests
+
+
+def addresses(world: World) -> list[int]:
+    """Where everything lies that a graph bakes in."""
+    reads = world.backend._planned().reads
+    return [x.data_ptr() for _, x in _tensors("", reads)]
+
+
+@pytest.mark.parametrize("pad", [True, False], ids=["padded by the server", "as it is"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["decode", "verify", "tree", "draft extend"])
+def test_replays_of_changing_batches_are_right(kind: str, mode: str, pad: bool) -> None:
+    name = "verify" if mode == "tree" else mode
+    world, requests = captured(kind, name)
+    each, where = 1 if mode == "decode" else 3, addresses(world)
+    for count in (4, 2, 3, 1):
+        live = requests[:count]
+        new = [each] * count
+        if mode == "tree":
+            batch = tree_batch(world, live)
+        elif mode == "draft extend":
+            accepted = torch.tensor(new, dtype=torch.int32, device=DEVICE)
+            batch = world.batch(name, live, new, draft_token_num=3, extend_seq_lens_tensor=accepted)
+        else:
+            batch = world.batch(name, live, new, **({"draft_token_num": 3} if mode == "verify" else {}))
+        static = padded(batch, each)  # what the captured layers read
+        world.backend.init_forward_metadata_out_graph(static if pad else batch)
+        assert addresses(world) == where
+        results = [(about, *(x[: count * each] for x in rest)) for about, *rest in world.run(static, 4 * each)]
+        world.check(results, live, new, paths=paths(TREE) if mode == "tree" else None)
+        if mode != "tree":  # whose siblings lie one behind the other
+            world.settle(results, live, new)
+
+
+# --- what is refused, and what is read back -----------------------------------------------------------------------
+
+
+def test_a_larger_batch_than_captured_is_refused_with_both_numbers() -> None:
+    world, requests = captured("mha", "decode")
+    world.request(3)
+    with pytest.raises(ValueError, match=r"batch_size: captured were steps of \[4\] requests, got 5"):
+        world.backend.init_forward_metadata_out_graph(world.batch("decode", [*requests, 4], [1] * 5))
+
+
+def test_another_draft_count_than_captured_is_refused_with_both_numbers() -> None:
+    world, requests = captured("mha", "verify")
+    with pytest.raises(ValueError, match=r"draft_token_num: captured were steps of \[3\] drafts a request, got 2"):
+        world.backend.init_forward_metadata_out_graph(world.batch("verify", requests, [2] * 4, draft_token_num=2))
+
+
+def test_a_mask_where_none_was_captured_is_refused() -> None:
+    world, requests = captured("mha", "verify", options={"speculative_num_draft_tokens": None})
+    assert world.backend.verify_mask is None
+    with pytest.raises(ValueError, match=r"custom_mask: got \[219\] bool on .*, the step was captured without one"):
+        world.backend.init_forward_metadata_out_graph(tree_batch(world, requests))
+
+
+@pytest.mark.parametrize(
+    ("mode", "match"),
+    [
+        ("extend", "forward_mode: a CUDA graph serves decode, target verify and draft-extend, got extend"),
+        ("verify", "graph: no step of mode verify was captured; captured were"),
+    ],
+)
+def test_another_mode_is_refused_by_name(mode: str, match: str) -> None:
+    world, requests = captured("mha", "decode")
+    with pytest.raises(ValueError, match=match):
+        world.backend.init_forward_metadata_out_graph(world.batch(mode, requests, [3] * 4, draft_token_num=3))
+
+
+def test_encoder_lengths_are_refused_in_a_graph() -> None:
+    world, requests = captured("mha", "decode")
+    batch = world.batch("decode", requests, [1] * 4)
+    batch.encoder_lens = torch.ones(4, device=DEVICE)
+    with pytest.raises(ValueError, match="encoder_lens: not served in a CUDA graph"):
+        world.backend.init_forward_metadata_out_graph(batch)
+
+
+def test_a_mask_may_be_filled_into_the_very_buffer_that_a_graph_reads() -> None:
+    world, requests = captured("mha", "verify")
+    batch, mask = tree_batch(world, requests), world.backend.verify_mask
+    assert mask is not None and mask.fits(4) and not mask.fits(5)
+    bits = batch.spec_info.custom_mask
+    mask.buffer.fill_(9)
+    mask.buffer[: bits.shape[0]] = bits
+    batch.spec_info.custom_mask = mask.buffer[: bits.shape[0]]
+    world.backend.init_forward_metadata_out_graph(batch)
+    world.check(world.run(batch, 12), requests, [3] * 4, paths=paths(TREE))
+    assert mask.buffer[bits.shape[0] :].eq(9).all()
+    batch.spec_info.custom_mask = torch.zeros(mask.buffer.shape[0] + 1, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(ValueError, match=r"custom_mask: expected at most the [\d,]+ bytes of the graph's buffer, got"):
+        world.backend.init_forward_metadata_out_graph(batch)
+
+
+def test_more_write_slots_than_were_captured_are_refused() -> None:
+    world, requests = captured("sliding", "decode")
+    batch = world.batch("decode", requests, [1] * 4)
+    batch.out_cache_loc = torch.ones(5, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(
+        ValueError, match="out_cache_loc: expected at most the 4 write slots of the captured step, got 5"
+    ):
+        world.backend.init_forward_metadata_out_graph(batch)
+
+
+def test_write_slots_of_padding_go_to_the_sink() -> None:
+    world, requests = captured("sliding", "decode")
+    world.backend.init_forward_metadata_out_graph(world.batch("decode", requests, [1] * 4))
+    world.backend.init_forward_metadata_out_graph(world.batch("decode", requests[:2], [1] * 2))
+    loc = world.backend.forward_metadata.swa_out_cache_loc
+    assert loc is not None and loc[:2].gt(0).all() and loc[2:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("kind", ["mha", "sliding", "unified", "mla"])
+def test_without_keys_the_pools_own_are_read_back(kind: str) -> None:
+    world, requests = filled(kind)
+    new = [3, 2, 1, 4]
+    batch = world.batch("extend", requests, new)
+    world.backend.init_forward_metadata(batch)
+    results = world.run(batch, 10)
+    for about, q, k, _, out in results:
+        again = world.backend.forward_extend(q, None, None, about, batch)
+        torch.testing.assert_close(again.view_as(out), out)
+        with pytest.raises(ValueError, match="k, v: expected both, or None for both"):
+            world.backend.forward_extend(q, k, None, about, batch)
+        with pytest.raises(ValueError, match="k, v: expected the new tokens' keys and values, got None"):
+            world.backend.init_forward_metadata(world.batch("decode", requests, [1] * 4))
+            world.backend.forward_decode(q[:4], None, None, about, batch)
+        world.backend.init_forward_metadata(batch)
+
+
+def test_nothing_is_stored_where_saving_is_off() -> None:
+    world, requests = filled()
+    batch = world.batch("decode", requests, [1] * 4)
+    world.backend.init_forward_metadata(batch)
+    about = world.layers[0]
+    world.pool.given.clear()
+    world.backend.forward_decode(world.drawn(4, 4, 16), None, None, about, batch, save_kv_cache=False)
+    assert not world.pool.given
+
+
+def test_scales_divide_what_is_stored_and_multiply_what_is_read() -> None:
+    for kind in ("mha", "mla"):
+        world, requests = filled(kind)
+        for about in world.layers:
+            about.k_scale, about.v_scale = (torch.tensor(x, device=DEVICE) for x in (0.5, 0.25))
+            about.k_scale_float, about.v_scale_float = 0.5, 0.25 if kind == "mha" else 0.5
+            for r in requests:
+                k, v = world.truth[r, about.layer_id]
+                world.truth[r, about.layer_id] = k * 0.5, v * about.v_scale_float
+        batch = world.batch("decode", requests, [1] * 4)
+        world.backend.init_forward_metadata(batch)
+        world.check(world.run(batch, 4), requests, [1] * 4)
+
+
+def test_an_idle_batch_gives_rows_of_zeros() -> None:
+    world, _ = filled()
+    batch = world.batch("decode", [], [])
+    world.backend.init_forward_metadata(batch)
+    q = world.drawn(2, 4, 16)
+    assert world.backend.forward(q, None, None, world.layers[0], batch).tolist() == [[0.0] * 64] * 2
+
+
+def test_sinks_caps_and_temperature_of_a_layer_are_its_own() -> None:
+    world, requests = filled()
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE)
+    for about in world.layers:
+        about.logit_cap, about.xai_temperature_len = 5.0, 16
+    for name, new in (("decode", [1] * 4), ("extend", [3, 9, 1, 12])):
+        batch = world.batch(name, requests, new)
+        world.backend.init_forward_metadata(batch)
+        results = world.run(batch, sum(new), sinks=sinks)
+        world.check(results, requests, new, sinks=sinks, softcap=5.0, temperature_len=16)
+        world.settle(results, requests, new)
+
+
+def test_a_deterministic_backend_extends_in_one_pass() -> None:
+    change = World().runner.server_args
+    change.enable_deterministic_inference = True
+    for kind in ("mha", "sliding", "unified", "mla"):
+        world, requests = filled(kind, changes={"server_args": change})
+        assert world.backend.max_kv_splits == 1
+        for name, new in (("extend", [3, 9, 1, 12]), ("verify", [3] * 4), ("decode", [1] * 4)):
+            batch = world.batch(name, requests, new, **({"draft_token_num": 3} if name == "verify" else {}))
+            world.backend.init_forward_metadata(batch)
+            results = world.run(batch, sum(new))
+            world.check(results, requests, new)
+            world.settle(results, requests, new)
+
+
+def test_what_does_not_go_together_is_refused_at_construction() -> None:
+    config = World().runner.model_config
+    config.is_encoder_decoder = True
+    with pytest.raises(ValueError, match="sliding_window_size, is_encoder_decoder: a window of 6 and an encoder"):
+        World(changes={"model_config": config})
+    config = World().runner.model_config
+    config.get_num_kv_heads = lambda tp: 3
+    with pytest.raises(ValueError, match="get_num_kv_heads: expected a divisor of the 4 heads of a rank, got 3"):
+        World(changes={"model_config": config})
+    with pytest.raises(NotImplementedError, match="dcp_size: expected 1, got 2"):
+        World(options={"dcp_size": 2})
+    with pytest.raises(ValueError, match="sliding_window_size: expected a radius of at least 1, or None, -1 or 0"):
+        World(radius=-2)
+
+
+def test_a_backend_for_decodes_alone_refuses_the_rest() -> None:
+    world, requests = filled(options={"skip_prefill": True})
+    with pytest.raises(ValueError, match="built with skip_prefill=True and plans decodes alone, got extend"):
+        world.backend.init_forward_metadata(world.batch("extend", requests, [1] * 4))
+
+
+def test_a_cap_by_another_method_is_refused_by_name() -> None:
+    world, requests = filled()
+    world.layers[0].logit_capping_method = "sigmoid"
+    batch = world.batch("decode", requests, [1] * 4)
+    world.backend.init_forward_metadata(batch)
+    with pytest.raises(ValueError, match="logit_capping_method: .*'sigmoid'"):
+        world.run(batch, 4)
+
+
+def test_the_hooks_of_the_interface_are_there() -> None:
+    backend = World().backend
+    assert backend.get_cuda_graph_seq_len_fill_value() == 1 and backend.needs_cpu_seq_lens is False
+    backend.update_verify_buffers_to_fill_after_draft(None, None)
+    counts, lens = torch.zeros(8, dtype=torch.int32, device=DEVICE), torch.tensor([500, 6000], device=DEVICE)
+    backend.get_num_kv_splits(counts, lens)
+    assert counts.tolist() == [1] * 4 + [8] * 4
+    with pytest.raises(ValueError, match="num_kv_splits: expected a multiple of the 2 sequences, got 7 query tokens"):
+        backend.get_num_kv_splits(counts[:7], lens)
+    with pytest.raises(RuntimeError, match="no step was planned yet"):
+        backend.forward_metadata  # noqa: B018
+    with pytest.raises(RuntimeError, match="call init_cuda_graph_state"):
+        backend.init_forward_metadata_out_graph(World().batch("decode", [], []))

@@ -1,0 +1,134 @@
+"""The original's multi-step draft backend: every branch of every step against the oracle."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnlab.compat.sglang import TritonMultiStepDraftBackend
+from attnlab.eager import oracle
+from attnlab.plan.draft import branch_stride, draft_room
+from tests.foreign import DEVICE, HEADS, World
+from tests.tolerances import OUTPUT
+
+KINDS = ["mha", "mla", "sliding", "unified"]
+
+
+class Drafting:
+    """Requests of a world that branch, the backend over them, and what each branch has drafted so far."""
+
+    def __init__(self, kind: str, *, topk: int, steps: int, page_size: int = 1, **options: Any) -> None:
+        self.world = World(kind, changes={"page_size": page_size})
+        self.topk, self.steps, self.page_size = topk, steps, page_size
+        self.backend = TritonMultiStepDraftBackend(
+            self.world.runner, topk, steps, engine="eager", device_core_count=132, **options
+        )
+
+    def batch(self, requests: list[int]) -> Any:
+        """A draft of these requests: their drafts' slots are entered in the table, and come with the batch."""
+        world, locs = self.world, []
+        for r in requests:
+            length = world.lens[r]
+            room = draft_room(length, topk=self.topk, steps=self.steps, page_size=self.page_size)
+            world.slots(r, room)
+            for t in range(self.topk):
+                stride = branch_stride(length, steps=self.steps, page_size=self.page_size)
+                first = length + t * stride
+                locs.append(world.table[r, first : first + self.steps].long())
+        lens = [world.lens[r] for r in requests]
+        return SimpleNamespace(
+            batch_size=len(requests),
+            forward_mode=SimpleNamespace(
+                is_decode_or_idle=lambda: True, is_target_verify=lambda: False, is_draft_extend_v2=lambda: False
+            ),
+            req_pool_indices=torch.tensor(requests, dtype=torch.int64, device=DEVICE),
+            seq_lens=torch.tensor(lens, dtype=torch.int64, device=DEVICE),
+            seq_lens_cpu=torch.tensor(lens),
+            seq_lens_sum=sum(lens),
+            out_cache_loc=torch.cat([*locs, torch.zeros(0, dtype=torch.int64, device=DEVICE)]),
+            spec_info=None,
+        )
+
+    def check(self, requests: list[int], batch: Any, rows: int | None = None) -> None:
+        """Attend in every step and layer; each branch sees its request's tokens and its own drafts."""
+        branches = len(requests) * self.topk
+        rows = branches if rows is None else rows
+        own: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        for step, backend in enumerate(self.backend.attn_backends):
+            for about in self.world.layers:
+                q, k, v = self.world.inputs(rows, about)
+                out = backend.forward_decode(q, k.clone(), v.clone(), about, batch).view(rows, HEADS, -1)
+                window = None if about.sliding_window_size <= 0 else about.sliding_window_size + 1
+                for z in range(branches):
+                    drafts = own.setdefault((z, about.layer_id), [])
+                    drafts.append((k[z : z + 1], v[z : z + 1]))
+                    cached = self.world.truth[requests[z // self.topk], about.layer_id]
+                    keys = torch.cat([cached[0], *(a for a, _ in drafts)])
+                    values = torch.cat([cached[1], *(b for _, b in drafts)])
+                    want, _ = oracle.attention(q[z], keys, values, scale=about.scaling, window=window)
+                    torch.testing.assert_close(out[z].double(), want, **OUTPUT[torch.float32])
+                assert len(own[0, about.layer_id]) == step + 1
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(("topk", "steps"), [(1, 2), (1, 4), (3, 3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_branch_sees_its_request_and_its_own_drafts(kind: str, topk: int, steps: int, page_size: int) -> None:
+    drafting = Drafting(kind, topk=topk, steps=steps, page_size=page_size)
+    requests = [drafting.world.request(n) for n in (20, 1, 7)]
+    batch = drafting.batch(requests)
+    drafting.backend.init_forward_metadata(batch)
+    assert len(drafting.backend.attn_backends) == steps - 1
+    drafting.check(requests, batch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_drafts_are_filled_for_every_batch(kind: str) -> None:
+    drafting = Drafting(kind, topk=2, steps=3)
+    requests = [drafting.world.request(n) for n in (20, 1, 7)]
+    backend = drafting.backend
+    backend.init_cuda_graph_state(3, 6)
+    backend.init_forward_metadata_out_graph(drafting.batch(requests), in_capture=True)
+    backend.init_forward_metadata_in_graph(None)
+    for live in (requests, requests[:1], requests[1:]):
+        batch = drafting.batch(live)
+        backend.init_forward_metadata_out_graph(batch)
+        drafting.check(live, batch, rows=6)
+        for own in backend.attn_backends:
+            loc = own.forward_metadata.swa_out_cache_loc
+            assert loc is None or not loc[len(live) * 2 :].any()
+    drafting.world.request(2)
+    with pytest.raises(ValueError, match=r"batch_size: captured were drafts of \[3\] requests, got 4"):
+        backend.init_forward_metadata_out_graph(drafting.batch([*requests, 3]))
+
+
+def test_one_step_needs_no_backend_and_is_no_error() -> None:
+    drafting = Drafting("mha", topk=4, steps=1)
+    batch = drafting.batch([drafting.world.request(5)])
+    backend = drafting.backend
+    assert backend.attn_backends == [] and list(backend.kv_indptr.shape) == [1, 33]
+    backend.init_forward_metadata(batch)
+    backend.init_cuda_graph_state(1, 4)
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    backend.init_forward_metadata_in_graph(batch)
+
+
+def test_no_request_drafts_nothing() -> None:
+    drafting = Drafting("mha", topk=2, steps=3)
+    drafting.backend.init_forward_metadata(drafting.batch([]))
+    drafting.check([], drafting.batch([]))
+
+
+def test_all_steps_share_their_counts_which_come_from_the_cached_tokens() -> None:
+    drafting = Drafting("mha", topk=2, steps=3)
+    requests = [drafting.world.request(n) for n in (33, 1)]
+    drafting.backend.init_forward_metadata(drafting.batch(requests))
+    counts = [backend.forward_metadata.num_kv_splits for backend in drafting.backend.attn_backends]
+    assert counts[0] is not None and counts[1] is not None and counts[0].data_ptr() == counts[1].data_ptr()
+    wanted = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    drafting.backend.attn_backends[0].get_num_kv_splits(wanted, torch.tensor([33, 1], device=DEVICE))
+    assert counts[0].tolist() == wanted.tolist()
