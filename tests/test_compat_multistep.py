@@ -61,7 +61,8 @@ class Drafting:
         for step, backend in enumerate(self.backend.attn_backends):
             for about in self.world.layers:
                 q, k, v = self.world.inputs(rows, about)
-                out = backend.forward_decode(q, k.clone(), v.clone(), about, batch).view(rows, HEADS, -1)
+                out = backend.forward_decode(q, k.clone(), v.clone(), about, batch)
+                out = out.view(rows, HEADS, about.v_head_dim)
                 window = None if about.sliding_window_size <= 0 else about.sliding_window_size + 1
                 for z in range(branches):
                     drafts = own.setdefault((z, about.layer_id), [])
