@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnlab import graphs
 from attnlab.batch import DecodeBatch, DeviceLens, Encoder, ExtendBatch, VerifyBatch
-from attnlab.graphs.memory import _tensors
+from attnlab.graphs.memory import tensors_of
 from attnlab.inspect.record import record
 from attnlab.mask import CAUSAL, CustomMask
 from attnlab.plan.plans import DecodePlan
@@ -86,7 +86,7 @@ def test_eager_plans_share_no_memory_with_a_graphs() -> None:
     rows = [server.admit(n) for n in (40, 17)]
     batch = server.batch("decode", rows)
     mine, its = server.backend.plan(batch), graph.plan(batch)
-    addresses = [{x.untyped_storage().data_ptr() for _, x in _tensors("", p) if x.numel()} for p in (mine, its)]
+    addresses = [{x.untyped_storage().data_ptr() for _, x in tensors_of("", p) if x.numel()} for p in (mine, its)]
     assert not addresses[0] & addresses[1]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnlab.backend import AttentionBackend
 from attnlab.batch import Batch, ExtendBatch, VerifyBatch
 from attnlab.checks import describe, require, tensor
-from attnlab.graphs.memory import PlanMemory, recorded_in
+from attnlab.graphs.memory import PlanMemory, recorded_in, tensors_of
 from attnlab.graphs.shapes import Shape
 from attnlab.mask import CustomMask
 from attnlab.plan.plans import ExtendPlan, Plan, VerifyPlan
@@ -104,6 +104,27 @@ class Graph:
     def latest(self) -> Plan:
         """The plan of the latest step: what was replayed can be described and shown afterwards."""
         return self._latest
+
+    @property
+    def planning_replayed(self) -> bool:
+        """Whether a step's plan is filled in by a CUDA graph of the planning; else it is made anew and copied."""
+        return self._memory.graph is not None
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The fixed memory by path: the batch that steps are copied to, the plan, the inputs; no memory comes twice.
+
+        What lies between layers, and the results, belong to the step.
+        """
+        paths = [*tensors_of("batch", self.batch), *tensors_of("plan", self._latest)]
+        paths += [(f"inputs.{name}", x) for name, x in self.inputs.items()]
+        first: dict[int, str] = {}
+        return {path: x for path, x in paths if x.numel() and first.setdefault(x.data_ptr(), path) == path}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the fixed memory."""
+        return sum(x.nbytes for x in self.buffers.values())
 
     def plan(self, batch: Batch) -> Plan:
         """Fill the graph's memory with the plan of a step, and return it. All is checked before anything is written.

@@ -127,8 +127,8 @@ def padded_on_host(memory: Batch, given: Batch) -> Batch:
 
 def copy_plan(memory: Any, made: Any) -> None:
     """Copy a plan's tensors to the front of another's: behind them offsets stay what they are last, all else is 0."""
-    fresh = dict(_tensors("", made))
-    for path, there in _tensors("", memory):
+    fresh = dict(tensors_of("", made))
+    for path, there in tensors_of("", memory):
         here = fresh[path]
         if there.data_ptr() == here.data_ptr() or there.shape[0] == 0:
             continue
@@ -138,15 +138,16 @@ def copy_plan(memory: Any, made: Any) -> None:
         there[live:] = here[-1:] if path.endswith("indptr") else 0
 
 
-def _tensors(path: str, x: Any) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(path: str, x: Any) -> Iterator[tuple[str, Tensor]]:
+    """Return all tensors of a plan, a batch, or a tuple of such, each with its path: `lanes[0].layout.index.slots`."""
     if isinstance(x, Tensor):
         yield path, x
     elif isinstance(x, tuple):
         for i, item in enumerate(x):
-            yield from _tensors(f"{path}[{i}]", item)
+            yield from tensors_of(f"{path}[{i}]", item)
     elif is_dataclass(x):
         for field in fields(x):
-            yield from _tensors(f"{path}.{field.name}", getattr(x, field.name))
+            yield from tensors_of(f"{path}.{field.name}", getattr(x, field.name))
 
 
 def _tensor(x: Any) -> Tensor | None:
