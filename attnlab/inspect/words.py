@@ -7,6 +7,7 @@ from html import escape
 
 from attnlab.inspect.plan_lines import LaneLines
 from attnlab.inspect.step import runs_of
+from attnlab.spec import Sight
 
 GAP = "  "
 STYLE = "text-align: right; padding: 0 0.7em; white-space: nowrap"
@@ -14,8 +15,17 @@ STYLE = "text-align: right; padding: 0 0.7em; white-space: nowrap"
 
 def lane_title(lane: LaneLines) -> str:
     """Return which layers take a lane, where their keys lie, and what they see."""
-    layers = ", ".join(span(first, end, "–") for first, end in runs_of(lane.layers))
-    return f"layer{'s' * (len(lane.layers) != 1)} {layers}, in '{lane.space}': {lane.sight}"
+    return lane_name(lane.layers, lane.space, lane.sight)
+
+
+def lane_name(layers: Sequence[int], space: str, sight: Sight) -> str:
+    """Return the name of a lane: its layers, the id space of its keys, its sight.
+
+    >>> lane_name([0, 1, 2, 5], "pool", Sight(window=128))
+    "layers 0–2, 5, in 'pool': window 128"
+    """
+    numbers = ", ".join(span(first, end, "–") for first, end in runs_of(layers))
+    return f"layer{'s' * (len(layers) != 1)} {numbers}, in '{space}': {sight}"
 
 
 def lane_words(lane: LaneLines) -> tuple[str, str]:

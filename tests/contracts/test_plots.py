@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import attnlab
+from attnlab import graphs
+from attnlab.inspect.graph_view import GraphView
 from attnlab.inspect.index_view import IndexView
 from attnlab.inspect.page_map import PageMap
 from attnlab.inspect.tree_view import TreeView
@@ -34,6 +36,9 @@ def examples() -> dict[str, Any]:
     extended = wb.backend.plan(attnlab.ExtendBatch.of(rows=table.rows[:2], prefix=[290, 40], new=[10, 0], device="cpu"))
     drafts = {"rows": table.rows[:1], "prefix": [290], "parents": [[-1, 0, 0, 2]], "device": "cpu"}
     verified = wb.backend.plan(attnlab.VerifyBatch.tree(**drafts))
+    shape = graphs.DecodeShape(requests=2)
+    graph = graphs.capture(wb.backend, lambda plan: (), shape, inputs={}, rerun=True)
+    graph.plan(attnlab.DecodeBatch.of(rows=table.rows[1:2], lens=[40], device="cpu"))
     values = [
         *(wb, plan, lane, lane.splits, lane.splits.to_host(), schedule_views(wb)[0]),
         *(wb.merge(18, request=0, head=3), wb.scores(18, request=0), wb.stages(18, request=1, head=3)),
@@ -41,6 +46,7 @@ def examples() -> dict[str, Any]:
         *(wb.pool.allocator, PageMap.of(wb.pool.allocator)),
         *(lane.layout, IndexView.of(lane.layout), extended.lane(18)),
         *(verified, TreeView.of(verified, request=0, layer=18)),
+        *(graph, GraphView.of(graph)),
         WindowView.of(pool=wb.pool, table=table, model=wb.model, plan=plan, request=0, layer=18),
     ]
     return {f"{type(value).__module__}.{type(value).__qualname__}": value for value in values}
