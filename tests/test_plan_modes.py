@@ -464,7 +464,7 @@ def test_depths_are_one_for_every_draft() -> None:
         (2, 0, "request: expected 0 to 1, got 2"),
         (-1, 0, "request: expected 0 to 1, got -1"),
         (0, 3, "query: request 0 has 3 of them, counted from 0, got 3"),
-        (1, 0, "query: request 1 has 0 of them"),
+        (1, 0, "query: request 1 has none in this step: it is a padded row, or brings no new token"),
     ],
 )
 @pytest.mark.parametrize("mode", ["extend", "chain", "tree"])

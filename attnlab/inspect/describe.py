@@ -8,13 +8,15 @@ from html import escape
 from typing import overload
 
 from attnlab.checks import positive
+from attnlab.graphs.graph import Graph
 from attnlab.inspect.draft_lines import DraftDescription
+from attnlab.inspect.graph_lines import GraphDescription
 from attnlab.inspect.plan_lines import LaneLines, RequestLine, lane_lines
-from attnlab.inspect.step import Mode, mode_of, prefix_and_new
+from attnlab.inspect.step import Mode, live_rows, mode_of, prefix_and_new
 from attnlab.inspect.words import GAP, aligned, counted, html_cells, lane_words, slot_words, span_words
 from attnlab.mask import CustomMask
 from attnlab.plan.draft import DraftPlan
-from attnlab.plan.plans import DecodePlan, ExtendPlan, Plan
+from attnlab.plan.plans import DecodePlan, ExtendPlan, Plan, Queries
 
 MOST_ROWS = 12
 """Requests that have a row of their own, unless told otherwise."""
@@ -34,11 +36,13 @@ MEANING = {
 class Description:
     """A plan in plain numbers. `print` it, or let a notebook show it as a table.
 
-    `requests` and `tokens` count the step; `facts` are the other words of the head line. `most` requests have a row.
+    `requests` and `tokens` count the step; the `padded` rows behind them, which have no token, stand for no request.
+    `facts` are the other words of the head line. `most` requests have a row in the tables.
     """
 
     mode: Mode
     requests: int
+    padded: int
     tokens: int
     epoch: int
     facts: tuple[str, ...]
@@ -48,14 +52,17 @@ class Description:
     @property
     def head(self) -> str:
         """Mode, requests, tokens, epoch, policy, in one line."""
-        counts = [counted(self.requests, "request"), counted(self.tokens, "query token")]
+        rows = counted(self.requests, "request")
+        if self.padded:
+            rows += f" and {counted(self.padded, 'padded row')}"
+        counts = [rows, counted(self.tokens, "query token")]
         return " · ".join([f"{WORDS[self.mode]}: {', '.join(counts)}", f"epoch {self.epoch}", *self.facts])
 
     def __str__(self) -> str:
         blocks = [self.head]
         for lane in self.lanes:
             lines = [*lane_words(lane)]
-            if lane.lines:
+            if self.requests:
                 lines += aligned(self._table(lane))
             lines += [f"{GAP}{words}" for words in self._below(lane)]
             blocks.append("\n".join(lines))
@@ -67,7 +74,7 @@ class Description:
             first, *others = lane_words(lane)
             below = "".join(f"<br/>{escape(words.strip())}" for words in others)
             parts.append(f"<p><b>{escape(first)}</b>{below}</p>")
-            if lane.lines:
+            if self.requests:
                 head, *rows = (html_cells(row, tag) for row, tag in self._tagged(lane))
                 parts.append(f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>")
             parts += [f"<p>{escape(words)}</p>" for words in self._below(lane)]
@@ -79,7 +86,7 @@ class Description:
 
     def _table(self, lane: LaneLines) -> list[list[str]]:
         """Return the head and the rows of a lane's table, columns that say nothing left out."""
-        shown = lane.lines[: self.most]
+        shown = lane.lines[: min(self.most, self.requests)]
         columns = {
             "request": [f"{line.request}" for line in shown],
             "row": [f"{line.row}" for line in shown],
@@ -102,7 +109,7 @@ class Description:
 
     def _meaning(self) -> list[str]:
         """Return one line about the columns that occur and need words."""
-        occurring = {name for lane in self.lanes if lane.lines for name in self._table(lane)[0]}
+        occurring = {name for lane in self.lanes if self.requests for name in self._table(lane)[0]}
         words = [f"{name}: {meaning}" for name, meaning in MEANING.items() if name in occurring]
         return [" · ".join(words)] if words else []
 
@@ -111,8 +118,12 @@ class Description:
 
     def _below(self, lane: LaneLines) -> list[str]:
         """Return what is said below a table: how many requests have no row, and what is wrong with some."""
-        more = len(lane.lines) - self.most
+        more = self.requests - self.most
         words = [f"... and {counted(more, 'other request')}"] if more > 0 else []
+        if self.padded:
+            words.append(
+                f"+ {counted(self.padded, 'padded row')}, which stand{'s' * (self.padded == 1)} for no request"
+            )
         wrong = [f"! request {line.request}: {line.wrong}" for line in lane.lines if line.wrong]
         return words + wrong[: self.most]
 
@@ -121,11 +132,16 @@ class Description:
 def describe(plan: Plan, *, most: int = ...) -> Description: ...
 @overload
 def describe(plan: DraftPlan, *, most: int = ...) -> DraftDescription: ...
-def describe(plan: Plan | DraftPlan, *, most: int = MOST_ROWS) -> Description | DraftDescription:
+@overload
+def describe(plan: Graph, *, most: int = ...) -> GraphDescription: ...
+def describe(
+    plan: Plan | DraftPlan | Graph, *, most: int = MOST_ROWS
+) -> Description | DraftDescription | GraphDescription:
     """Return a plan as a table that can be checked by hand: of every request, which keys are read, and where they lie.
 
     It reads the plan's tensors, and so waits for the device. A list that is not what lengths and sight ask for, or
     that reads the sink, is marked. `most` requests have a row. Of a draft every step has one; each step is a plan.
+    Of a graph a few lines say what its fixed memory holds, before its latest plan.
 
     >>> import attnlab
     >>> wb = attnlab.workbench("SmolLM2-135M", lens=[40, 3], policy="static", engine="eager", layers=[18])
@@ -138,10 +154,14 @@ def describe(plan: Plan | DraftPlan, *, most: int = MOST_ROWS) -> Description | 
     """
     if isinstance(plan, DraftPlan):
         return DraftDescription.of(plan, most=positive("most", most))
+    if isinstance(plan, Graph):
+        return GraphDescription.of(plan, step=describe(plan.latest, most=most))
     prefix, new = prefix_and_new(plan)
+    requests = live_rows(prefix, new)
     return Description(
         mode=mode_of(plan),
-        requests=len(prefix),
+        requests=requests,
+        padded=len(prefix) - requests,
         tokens=sum(new),
         epoch=plan.epoch,
         facts=tuple(_facts(plan)),
@@ -159,7 +179,14 @@ def _facts(plan: Plan) -> list[str]:
         if plan.multiprocessors is not None:
             facts.append(f"{plan.multiprocessors} multiprocessors")
     if not isinstance(plan, DecodePlan):
-        mask = plan.queries.mask
-        scope = " among new tokens" if plan.queries.cached_visible else ""
-        facts.append(f"a mask of {len(mask.bits):,} bits{scope}" if isinstance(mask, CustomMask) else "causal")
+        facts.append(_mask_words(plan.queries))
     return facts
+
+
+def _mask_words(queries: Queries) -> str:
+    """Return how many bits decide, and in how much memory they lie where that is more."""
+    if not isinstance(queries.mask, CustomMask):
+        return "causal"
+    live, room = int(queries.mask_indptr[-1]), len(queries.mask.bits)
+    scope = " among new tokens" if queries.cached_visible else ""
+    return f"a mask of {live:,} bits{scope}" + (f", in memory for {room:,}" if room > live else "")

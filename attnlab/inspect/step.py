@@ -49,6 +49,15 @@ def prefix_and_new(plan: Plan) -> tuple[list[int], list[int]]:
             return _read(plan.batch.prefix), _read(plan.batch.drafts)
 
 
+def live_rows(prefix: Sequence[int], new: Sequence[int]) -> int:
+    """Return how many rows stand for requests: those behind the last one with a token are padding.
+
+    >>> live_rows([4, 0, 7, 0, 0], [1, 0, 1, 0, 0])
+    3
+    """
+    return max((r + 1 for r, tokens in enumerate(zip(prefix, new, strict=True)) if any(tokens)), default=0)
+
+
 def _read(lens: Lens) -> list[int]:
     values: list[int] = lens.device.tolist()
     return values

@@ -142,6 +142,10 @@ def check_query(request: int, query: int, counts: Sequence[int]) -> None:
         require(whole, f"{name}: expected an int, got {number!r}", TypeError)
     require(0 <= request < len(counts), f"request: expected 0 to {len(counts) - 1}, got {request}")
     require(
+        counts[request] > 0,
+        f"query: request {request} has none in this step: it is a padded row, or brings no new token",
+    )
+    require(
         0 <= query < counts[request],
         f"query: request {request} has {counts[request]} of them, counted from 0, got {query}",
     )

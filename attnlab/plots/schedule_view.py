@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attnlab.checks import require
+from attnlab.inspect.step import live_rows, prefix_and_new
 from attnlab.inspect.workbench import Workbench
 from attnlab.kernels.decode import head_tiles as head_tiles_of
 from attnlab.plan.plans import DecodePlan, Lane
@@ -25,6 +26,7 @@ class ScheduleView:
     `nominal` are the ranges asked for per request. `programs` are launched for each head tile, a range and KV head
     each; those beyond the ranges return at once. `head_tiles` are those of a KV head's query heads: where they are not
     known, programs are counted for one of them. `multiprocessors` gives the measure of an even share. None: not known.
+    `padded` rows of the plan, which stand for no request, are left out.
     """
 
     name: str
@@ -34,6 +36,7 @@ class ScheduleView:
     head_tiles: int | None = None
     programs: int | None = None
     multiprocessors: int | None = None
+    padded: int = 0
 
     def __post_init__(self) -> None:
         require(
@@ -128,7 +131,8 @@ def schedule_views(
             multiprocessors = x.multiprocessors if multiprocessors is None else multiprocessors
             given: dict[str, Any] = {"name": name, "multiprocessors": multiprocessors, "head_tiles": head_tiles}
             lanes = [schedule_views(lane, **given)[0] for lane in x.lanes]
-            return tuple(_with_layers(view, x, i) for i, view in enumerate(lanes))
+            live = live_rows(*prefix_and_new(x))
+            return tuple(_with_layers(_without_padding(view, live), x, i) for i, view in enumerate(lanes))
         case Lane():
             (view,) = schedule_views(x.splits, name=name, multiprocessors=multiprocessors, head_tiles=head_tiles)
             return (replace(view, kv_heads=x.schedule.kv_heads, programs=x.schedule.programs),)
@@ -163,12 +167,19 @@ def _head_tiles(model: ModelSpec, plan: DecodePlan, lane: int) -> int | None:
     return tiles.pop() if len(tiles) == 1 else None
 
 
+def _without_padding(view: ScheduleView, live: int) -> ScheduleView:
+    """Return the view of the first `live` rows; a row behind them is kept where it has ranges all the same."""
+    kept = max([live, *(r + 1 for r, mine in enumerate(view.ranges) if mine)])
+    padded = len(view.ranges) - kept
+    return replace(view, ranges=view.ranges[:kept], nominal=view.nominal[:kept], padded=padded)
+
+
 def _with_layers(view: ScheduleView, plan: DecodePlan, lane: int) -> ScheduleView:
     if len(plan.lanes) == 1:
         return view
     layers = [layer for layer, its in plan.lane_of_layer.items() if its == lane]
     listed = ", ".join(map(str, layers[:4])) + (", …" if len(layers) > 4 else "")
-    return replace(view, name=f"{view.name}, layers {listed}")
+    return replace(view, name=f"{view.name}, layer{'s' * (len(layers) != 1)} {listed}")
 
 
 def distinct(views: Iterable[ScheduleView]) -> list[ScheduleView]:
@@ -227,11 +238,12 @@ def in_words(views: Sequence[ScheduleView]) -> str:
 
 
 def _one_in_words(view: ScheduleView) -> str:
+    padded = f", and {plural(view.padded, 'padded row')}" if view.padded else ""
     if not view.total:
-        return f"{plural(len(view.ranges), 'request')} without a key"
+        return f"{plural(len(view.ranges), 'request')} without a key{padded}"
     longest = f"{plural(view.longest, 'key')}, in request {view.peaks[0][0]}"
     spare = f", {plural(view.spare, 'program')} launched for no range" if view.spare else ""
     return (
         f"{plural(len(view.ranges), 'request')} of {between(view.lens, 'key')} in {plural(sum(view.used), 'range')}, "
-        f"{between(view.used, 'range')} a request; the longest, {longest}{spare}"
+        f"{between(view.used, 'range')} a request; the longest, {longest}{spare}{padded}"
     )

@@ -260,4 +260,5 @@ def _launch_words(view: ScheduleView) -> str:
     if view.per_multiprocessor is not None:
         device = plural(view.multiprocessors or 1, "multiprocessor")
         words += f", {two_digits(view.per_multiprocessor)} for each of {device}"
-    return words if view.spare is None else f"{words}, {view.spare:,} launched empty"
+    words += "" if view.spare is None else f", {view.spare:,} launched empty"
+    return words + (f"; {plural(view.padded, 'padded row')} left out" if view.padded else "")
