@@ -361,7 +361,7 @@ class AttentionBackend:
         self._check_policy(lane)
         return lane
 
-    def check_current(self, plan: Plan) -> None:
+    def check_current(self, plan: Plan | DraftPlan) -> None:
         """Raise ValueError where a plan is of another state of the pool, or its memory holds the next step's by now."""
         require(
             plan.epoch == self.pool.epoch,

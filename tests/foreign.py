@@ -15,6 +15,7 @@ from attnlab.eager import oracle
 from tests.strategies import DEVICE
 from tests.tolerances import OUTPUT
 
+ENGINE = "eager" if DEVICE == "cpu" else "triton"
 SIZE, CONTEXT, SLOTS = 8, 64, 512
 HEADS, KV_HEADS, DIM, LATENT, RADIUS = 4, 2, 16, 48, 6
 
@@ -142,7 +143,7 @@ class World:
     """Requests in the table of a runner, and every token's keys and values by layer, as they were given."""
 
     kind: str = "mha"
-    engine: str = "eager"
+    engine: str = ENGINE
     radius: int | None = RADIUS
     options: dict[str, Any] = field(default_factory=dict)
     changes: dict[str, Any] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnlab import graphs
 from attnlab.backend import AttentionBackend
-from attnlab.batch import Batch, DecodeBatch, ExtendBatch, VerifyBatch
+from attnlab.batch import Batch, DecodeBatch, DraftBatch, ExtendBatch, VerifyBatch
 from attnlab.mask import Causal, CustomMask
 from attnlab.memory.cache import PagedCache
 from attnlab.memory.mapped_pool import MappedPool
@@ -22,10 +22,11 @@ from attnlab.memory.pools.mla import MLAPool
 from attnlab.memory.pools.unified import UnifiedPool
 from attnlab.memory.pools.window import WindowPool
 from attnlab.memory.requests import RequestTable
+from attnlab.plan.draft import DraftPlan, draft_room
 from attnlab.plan.plans import Plan
 from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec
 
-CONTEXT, WINDOW, DRAFTS = 96, 7, 3
+CONTEXT, WINDOW, DRAFTS, TOPK = 96, 7, 3, 2
 POOLS = ("plain", "window", "unified", "unified sliding", "mla", "unified mla")
 
 
@@ -92,12 +93,12 @@ class Server:
         device: str,
         seed: int = 0,
         size: Size = Size(),  # noqa: B008 (frozen)
-        modes: Sequence[str] = ("decode", "verify", "tree", "extend"),
+        modes: Sequence[str] = ("decode", "verify", "tree", "extend", "draft"),
         deterministic: bool = False,
     ) -> None:
         self.size, self.device, self.random = size, device, random.Random(seed)
         self.model = model_of(pool, size)
-        slots = size.page_size * (1 + size.requests * (size.context // size.page_size + 1))
+        slots = size.page_size * (1 + (size.requests + 1) * (size.context // size.page_size + 1))
         self.pool = pool_of(pool, self.model, slots, device)
         table = RequestTable(
             max_requests=size.requests + 2, max_context=size.context, num_slots=self.pool.num_slots, device=device
@@ -109,7 +110,8 @@ class Server:
             table=table,
             engine=engine,
             policy=policy,
-            max_requests=size.requests,
+            max_requests=size.requests * TOPK,
+            max_tokens=self.pool.num_slots * TOPK,
             max_drafts=DRAFTS,
             multiprocessors=132,
             deterministic=deterministic,
@@ -123,12 +125,20 @@ class Server:
             "verify": graphs.VerifyShape(requests=n, drafts=DRAFTS),
             "tree": graphs.VerifyShape(requests=n, drafts=DRAFTS, masked=True),
             "extend": graphs.ExtendShape(requests=n, new=DRAFTS),
+            "draft": graphs.DraftShape(requests=n, topk=TOPK, steps=DRAFTS),
         }
         self.graphs = {mode: self._captured(shapes[mode]) for mode in modes}
 
     def _captured(self, shape: graphs.Shape) -> graphs.Graph:
-        inputs = self.tokens(shape.tokens)
+        inputs = self.inputs_of(shape, shape.tokens)
         return graphs.capture(self.backend, self.step, shape, inputs=inputs, rerun=self.device == "cpu")
+
+    def inputs_of(self, shape: graphs.Shape, count: int) -> dict[str, Tensor]:
+        """Inputs of a step of so many query tokens: of a draft, those of every step but the last."""
+        if not isinstance(shape, graphs.DraftShape):
+            return self.tokens(count)
+        steps = [self.tokens(count) for _ in range(shape.steps - 1)]
+        return {f"{name}.{i}": x for i, step in enumerate(steps) for name, x in step.items()}
 
     def tokens(self, count: int) -> dict[str, Tensor]:
         """Queries, keys and values of so many tokens in every layer."""
@@ -143,8 +153,13 @@ class Server:
                 inputs[f"{name}{layer.index}"] = x.to(self.size.dtype)
         return inputs
 
-    def step(self, plan: Plan, **inputs: Tensor) -> tuple[Tensor, ...]:
-        """All layers of a step, one after the other."""
+    def step(self, plan: Plan | DraftPlan, **inputs: Tensor) -> tuple[Tensor, ...]:
+        """All layers of a step, one after the other; of a draft, all steps."""
+        if isinstance(plan, DraftPlan):
+            own = [
+                {name.partition(".")[0]: x for name, x in inputs.items() if name.endswith(f".{i}")} for i in range(9)
+            ]
+            return tuple(out for i, step in enumerate(plan.steps) for out in self.step(step, **own[i]))
         outs = []
         for layer in self.model.layers:
             q, k, v = (inputs.get(f"{name}{layer.index}") for name in "qkv")
@@ -174,7 +189,7 @@ class Server:
 
     def disturb(self) -> None:
         """Let requests come and go, keys slide out, pages move."""
-        most = self.size.context - 2 * DRAFTS
+        most = self.size.context - 2 * DRAFTS - TOPK * (DRAFTS + 2 * self.size.page_size)
         for row in list(self.lens):
             if self.lens[row] > most or self.random.random() < 0.1:
                 self.release(row)
@@ -198,9 +213,13 @@ class Server:
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
-    def batch(self, mode: str, rows: list[int]) -> Batch:
+    def batch(self, mode: str, rows: list[int]) -> Any:
         """A step of that mode for these requests, whose new tokens have their slots."""
         lens = [self.lens[row] for row in rows]
+        if mode == "draft":
+            for row, n in zip(rows, lens, strict=True):
+                self.grow(row, draft_room(n, topk=TOPK, steps=DRAFTS, page_size=self.size.page_size))
+            return DraftBatch.of(rows=rows, lens=lens, topk=TOPK, steps=DRAFTS, device=self.device)
         if mode == "decode":
             for row in rows:
                 self.grow(row, 1)
@@ -215,8 +234,12 @@ class Server:
             return VerifyBatch.tree(rows=rows, prefix=lens, parents=parents, device=self.device)
         return VerifyBatch.chain(rows=rows, prefix=lens, drafts=DRAFTS, device=self.device)
 
-    def settle(self, mode: str, batch: Batch, rows: list[int]) -> None:
-        """Accept some of the drafts of a verify, as a server would."""
+    def settle(self, mode: str, batch: Any, rows: list[int]) -> None:
+        """Accept some of the drafts of a verify, and drop those that nobody verified, as a server would."""
+        if isinstance(batch, DraftBatch):
+            for row, n in zip(rows, batch.seq.least_each, strict=True):
+                self.cache.truncate(row, n)
+                self.lens[row] = n
         if not isinstance(batch, VerifyBatch):
             return
         for row in rows:
@@ -234,7 +257,7 @@ class Server:
             mode = self.random.choice(list(self.graphs))
             rows = self.some_rows()
             batch = self.batch(mode, rows)
-            inputs = self.tokens(self.graphs[mode].shape.live(batch))
+            inputs = self.inputs_of(self.graphs[mode].shape, self.graphs[mode].shape.live(batch))
             replayed = [x.clone() for x in self.graphs[mode].run(batch, **inputs)]
             wanted = self.eagerly(mode, batch, inputs)
             for got, want in zip(replayed, wanted, strict=True):
@@ -244,7 +267,7 @@ class Server:
             modes.append(mode)
         return modes
 
-    def eagerly(self, mode: str, batch: Batch, inputs: dict[str, Tensor]) -> list[Tensor]:
+    def eagerly(self, mode: str, batch: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
         """The same step by a plan of its own, padded to as many requests, so that a policy cuts it the same."""
         graph = self.graphs[mode]
         padded = pad(batch, graph.shape.requests, masked=graph.mask is not None)
@@ -256,8 +279,10 @@ class Server:
         return [out[: next(iter(inputs.values())).shape[0]] for out in outs]
 
 
-def padded_tokens(batch: Batch) -> int:
+def padded_tokens(batch: Batch | DraftBatch) -> int:
     match batch:
+        case DraftBatch():
+            return batch.branches
         case DecodeBatch():
             return batch.seq.count
         case ExtendBatch():
@@ -275,15 +300,17 @@ def causal_bits(batch: Batch) -> CustomMask:
     return CustomMask(bits=bits.to(batch.prefix.device.device))
 
 
-def pad(batch: Batch, requests: int, *, masked: bool) -> Batch:
+def pad(batch: Any, requests: int, *, masked: bool) -> Any:
     """The same step with rows of length 0 behind it; where `masked`, with the bits of its mask."""
     rows = [*batch.rows.tolist(), *[0] * (requests - batch.rows.shape[0])]
-    device = next(x.device for x in (batch.seq if isinstance(batch, DecodeBatch) else batch.prefix,)).device
+    device = (batch.seq if isinstance(batch, DecodeBatch | DraftBatch) else batch.prefix).device.device
 
     def more(lens: Any) -> list[int]:
         return [*lens.values, *[0] * (requests - lens.count)]
 
     match batch:
+        case DraftBatch():
+            return DraftBatch.of(rows=rows, lens=more(batch.seq), topk=batch.topk, steps=batch.steps, device=device)
         case DecodeBatch():
             return DecodeBatch.of(rows=rows, lens=more(batch.seq), device=device)
         case ExtendBatch():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnlab.graphs.memory import _tensors
+from attnlab.graphs.memory import tensors_of
 from attnlab.mask import ancestors
 from tests.foreign import DEVICE, World
 
@@ -113,7 +113,7 @@ def captured(kind: str, mode: str, **options: Any) -> tuple[World, list[int]]:
 def addresses(world: World) -> list[int]:
     """Where everything lies that a graph bakes in."""
     reads = world.backend._planned().reads
-    return [x.data_ptr() for _, x in _tensors("", reads)]
+    return [x.data_ptr() for _, x in tensors_of("", reads)]
 
 
 @pytest.mark.parametrize("pad", [True, False], ids=["padded by the server", "as it is"])
@@ -140,6 +140,43 @@ def test_replays_of_changing_batches_are_right(kind: str, mode: str, pad: bool) 
         world.check(results, live, new, paths=paths(TREE) if mode == "tree" else None)
         if mode != "tree":  # whose siblings lie one behind the other
             world.settle(results, live, new)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["decode", "verify", "draft extend"])
+def test_layers_captured_in_a_cuda_graph_are_right_at_every_replay(kind: str, mode: str) -> None:
+    world, requests = captured(kind, mode)
+    each = 1 if mode == "decode" else 3
+    spec: dict[str, Any] = {} if mode == "decode" else {"draft_token_num": 3}
+    static = padded(world.batch(mode, [], [], **spec), each)
+    tensors = [world.inputs(4 * each, about) for about in world.layers]
+
+    def layers() -> list[Any]:
+        return [world.backend.forward(*x, about, static) for x, about in zip(tensors, world.layers, strict=True)]
+
+    layers()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = layers()
+    for count in (4, 2, 3, 1):
+        live, new = requests[:count], [each] * count
+        if mode == "draft extend":
+            spec["extend_seq_lens_tensor"] = torch.tensor(new, dtype=torch.int32, device=DEVICE)
+        batch = padded(world.batch(mode, live, new, **spec), each)
+        static.out_cache_loc.copy_(batch.out_cache_loc)
+        world.backend.init_forward_metadata_out_graph(batch)
+        results = []
+        for x, about, out in zip(tensors, world.layers, outs, strict=True):
+            given = world.inputs(4 * each, about)
+            for mine, its in zip(x, given, strict=True):
+                mine.copy_(its)
+            results.append((about, *(y[: count * each] for y in given), out))
+        graph.replay()
+        results = [(*x[:4], x[4].view(4 * each, 4, x[0].v_head_dim)[: count * each].clone()) for x in results]
+        world.check(results, live, new)
+        world.settle(results, live, new)
 
 
 # --- what is refused, and what is read back -----------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnlab.compat.sglang import TritonMultiStepDraftBackend
 from attnlab.eager import oracle
 from attnlab.plan.draft import branch_stride, draft_room
-from tests.foreign import DEVICE, HEADS, World
+from tests.foreign import DEVICE, ENGINE, HEADS, World
 from tests.tolerances import OUTPUT
 
 KINDS = ["mha", "mla", "sliding", "unified"]
@@ -25,7 +25,7 @@ class Drafting:
         self.world = World(kind, changes={"page_size": page_size})
         self.topk, self.steps, self.page_size = topk, steps, page_size
         self.backend = TritonMultiStepDraftBackend(
-            self.world.runner, topk, steps, engine="eager", device_core_count=132, **options
+            self.world.runner, topk, steps, engine=ENGINE, device_core_count=132, **options
         )
 
     def batch(self, requests: list[int]) -> Any:

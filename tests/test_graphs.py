@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlab import graphs
-from attnlab.batch import DecodeBatch, DeviceLens, Encoder, ExtendBatch, VerifyBatch
+from attnlab.batch import DecodeBatch, DeviceLens, DraftBatch, Encoder, ExtendBatch, VerifyBatch
 from attnlab.graphs.memory import tensors_of
 from attnlab.inspect.record import record
 from attnlab.mask import CAUSAL, CustomMask
@@ -20,7 +20,7 @@ from tests.serving import DRAFTS, POOLS, Server, Size
 from tests.strategies import DEVICE
 
 ENGINE = "eager" if DEVICE == "cpu" else "triton"
-MODES = ["decode", "verify", "tree", "extend"]
+MODES = ["decode", "verify", "tree", "extend", "draft"]
 
 
 @pytest.mark.parametrize("pool", POOLS)
@@ -28,7 +28,7 @@ MODES = ["decode", "verify", "tree", "extend"]
 def test_replays_give_the_bits_of_the_eager_path(pool: str, policy: str) -> None:
     """B27, B28, B30: lengths, rows and modes change from step to step, pages move in between."""
     modes = Server(pool, engine=ENGINE, policy=policy, device=DEVICE).run(40)
-    assert len(set(modes)) == 4
+    assert set(modes) == set(MODES)
 
 
 @pytest.mark.parametrize("pool", ["window", "unified mla"])
@@ -162,7 +162,7 @@ def test_a_policy_in_plain_python_needs_lengths_of_the_host() -> None:
 
 def test_a_deterministic_backend_is_captured_too() -> None:
     server = Server("plain", engine=ENGINE, policy="tile", device=DEVICE, deterministic=True)
-    assert len(set(server.run(30))) == 4
+    assert set(server.run(40)) == set(MODES)
 
 
 # --- masks --------------------------------------------------------------------------------------------------------
@@ -238,6 +238,12 @@ def test_another_number_of_drafts_is_refused(drafts: int) -> None:
     batch = VerifyBatch.chain(rows=rows, prefix=[5, 3], drafts=drafts, device=DEVICE)
     with pytest.raises(ValueError, match=rf"drafts: the graph was captured for 3 drafts a request, got \[{drafts}\]"):
         graph.plan(batch)
+
+
+def test_another_draft_than_captured_is_refused() -> None:
+    server, graph = captured("draft")
+    with pytest.raises(ValueError, match="topk, steps: the graph was captured for 2 branches of 3 drafts, got 4 of 3"):
+        graph.plan(DraftBatch.of(rows=two(server), lens=[5, 3], topk=4, steps=3, device=DEVICE))
 
 
 def test_more_new_tokens_than_captured_are_refused() -> None:
@@ -352,8 +358,12 @@ def test_a_backend_too_small_for_the_shape_is_refused() -> None:
     def capture(shape: graphs.Shape) -> None:
         graphs.capture(server.backend, server.step, shape, inputs={}, rerun=True)
 
-    with pytest.raises(ValueError, match="a graph of 5 requests, but the backend was built for max_requests 4"):
-        capture(graphs.DecodeShape(requests=5))
+    with pytest.raises(ValueError, match="a graph of 9 requests, but the backend was built for max_requests 8"):
+        capture(graphs.DecodeShape(requests=9))
+    with pytest.raises(ValueError, match="a graph of 3 requests x 3 branches, but the backend was built for max_requ"):
+        capture(graphs.DraftShape(requests=3, topk=3, steps=2))
+    with pytest.raises(ValueError, match="longest: expected more than the 5 drafts of a branch, got 5"):
+        capture(graphs.DraftShape(requests=1, topk=1, steps=5, longest=5))
     with pytest.raises(ValueError, match="a graph of 4 drafts a request, but the backend was built for max_drafts 3"):
         capture(graphs.VerifyShape(requests=1, drafts=4))
     with pytest.raises(ValueError, match="longest: expected 1 to 96 tokens, as the table and the model hold, got 97"):

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from attnlab.batch import Batch, DecodeBatch, DeviceLens, ExtendBatch, VerifyBatch
+from attnlab.batch import Batch, DecodeBatch, DeviceLens, DraftBatch, ExtendBatch, VerifyBatch
 from tests.serving import DRAFTS, POOLS, Server
 from tests.strategies import DEVICE
 from tests.syncs import Waited, no_waiting
 
-MODES = ["decode", "verify", "tree", "extend"]
+MODES = ["decode", "verify", "tree", "extend", "draft"]
 
 
-def on_device(server: Server, batch: Batch) -> Batch:
+def on_device(server: Server, batch: Any) -> Any:
     """The same batch, of which the host knows bounds alone."""
     rows = batch.rows.to(DEVICE)
 
@@ -25,6 +26,8 @@ def on_device(server: Server, batch: Batch) -> Batch:
         return DeviceLens(device=given.device, bound_each=each, bound_total=given.bound_total, least=given.values)
 
     match batch:
+        case DraftBatch():
+            return replace(batch, rows=rows, seq=lens(batch.seq, 60))
         case DecodeBatch():
             return DecodeBatch(rows=rows, seq=lens(batch.seq, server.size.context))
         case ExtendBatch():
@@ -55,17 +58,17 @@ def nothing_waits(batch: Batch) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def served(
-    pool: str, mode: str, engine: str = "triton", **options: Any
-) -> tuple[Server, Batch, dict[str, torch.Tensor]]:
+def served(pool: str, mode: str, engine: str = "triton", **options: Any) -> tuple[Server, Any, dict[str, torch.Tensor]]:
     """A server with three requests, a step of that mode, and its inputs; one such step was taken before."""
     server = Server(pool, engine=engine, policy="seed", device=DEVICE, modes=[mode], **options)
     rows = [server.admit(n) for n in (40, 3, 17)]
     first = server.batch(mode, rows)
-    server.graphs[mode].run(first, **server.tokens(server.graphs[mode].shape.live(first)))
+    server.graphs[mode].run(first, **server.inputs_of(server.graphs[mode].shape, server.graphs[mode].shape.live(first)))
+    if mode == "draft":  # whose slots are given back when it is over
+        server.settle(mode, first, rows)
     batch = on_device(server, server.batch(mode, rows))
-    tokens = {"decode": 3, "extend": batch.new.bound_total if isinstance(batch, ExtendBatch) else 0}
-    return server, batch, server.tokens(tokens.get(mode, 3 * DRAFTS))
+    shape = server.graphs[mode].shape
+    return server, batch, server.inputs_of(shape, shape.live(batch))
 
 
 @pytest.mark.parametrize("pool", POOLS)

@@ -7,6 +7,7 @@ CUDA graphs, `rerun=True` runs the step again over the same fixed memory.
 from attnlab.graphs.graph import Graph as Graph
 from attnlab.graphs.graph import capture as capture
 from attnlab.graphs.shapes import DecodeShape as DecodeShape
+from attnlab.graphs.shapes import DraftShape as DraftShape
 from attnlab.graphs.shapes import ExtendShape as ExtendShape
 from attnlab.graphs.shapes import Shape as Shape
 from attnlab.graphs.shapes import VerifyShape as VerifyShape

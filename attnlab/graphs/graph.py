@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from attnlab.backend import AttentionBackend
-from attnlab.batch import Batch, ExtendBatch, VerifyBatch
+from attnlab.batch import ExtendBatch, VerifyBatch
 from attnlab.checks import describe, require, tensor
-from attnlab.graphs.memory import PlanMemory, recorded_in, tensors_of
+from attnlab.graphs.memory import AnyBatch, Filled, PlanMemory, recorded_in, tensors_of
 from attnlab.graphs.shapes import Shape
 from attnlab.mask import CustomMask
-from attnlab.plan.plans import ExtendPlan, Plan, VerifyPlan
+from attnlab.plan.plans import ExtendPlan, VerifyPlan
 from attnlab.plan.signature import differences
 
 Step = Callable[..., Any]
@@ -101,7 +101,7 @@ class Graph:
         return self._live
 
     @property
-    def latest(self) -> Plan:
+    def latest(self) -> Filled:
         """The plan of the latest step: what was replayed can be described and shown afterwards."""
         return self._latest
 
@@ -126,7 +126,7 @@ class Graph:
         """Bytes of the fixed memory."""
         return sum(x.nbytes for x in self.buffers.values())
 
-    def plan(self, batch: Batch) -> Plan:
+    def plan(self, batch: AnyBatch) -> Filled:
         """Fill the graph's memory with the plan of a step, and return it. All is checked before anything is written.
 
         Raises as `backend.plan` does, and where the batch is another, or larger, than what was captured.
@@ -139,7 +139,7 @@ class Graph:
         self._latest, self._live, self.requests = plan, self.shape.live(batch), batch.rows.shape[0]
         return plan
 
-    def replay(self, plan: Plan) -> Any:
+    def replay(self, plan: Filled) -> Any:
         """Run the captured step for the latest plan, over the inputs as they are; return its results' live rows."""
         self.backend.check_current(plan)
         if plan is not self._latest:
@@ -155,7 +155,7 @@ class Graph:
             self._graph.replay()
         return _cut(self._result, self._live)
 
-    def run(self, batch: Batch, **inputs: Tensor) -> Any:
+    def run(self, batch: AnyBatch, **inputs: Tensor) -> Any:
         """Plan a step, copy its inputs (a row per query token) to the graph's, and replay it."""
         self.shape.check(batch)
         given = {name: self._given(name, inputs, self.shape.live(batch)) for name in self.inputs}
@@ -172,7 +172,7 @@ class Graph:
         there = self.inputs[name]
         return tensor(name, inputs[name], shape=[rows, *there.shape[1:]], dtype=there.dtype)
 
-    def _write_causal(self, plan: Plan, batch: ExtendBatch | VerifyBatch) -> None:
+    def _write_causal(self, plan: Filled, batch: ExtendBatch | VerifyBatch) -> None:
         """Write a causal mask where a step brings none."""
         if isinstance(batch.mask, CustomMask) or not isinstance(plan, ExtendPlan | VerifyPlan) or self.mask is None:
             return
@@ -181,7 +181,7 @@ class Graph:
         prefix = plan.batch.prefix.device.clamp(0, plan.batch.prefix.bound_max)
         self.backend.engine.ops.write_causal(self.mask, queries.mask_indptr, new, prefix + new, most=self.shape.each)
 
-    def _refuse(self, plan: Plan) -> None:
+    def _refuse(self, plan: Filled) -> None:
         changed = differences(self._signature, plan.signature())
         require(
             not changed,
@@ -189,7 +189,7 @@ class Graph:
             f"{changed[0] if changed else ''}; run the step with this plan, without the graph",
         )
 
-    def _checked(self, plan: Plan) -> Any:
+    def _checked(self, plan: Filled) -> Any:
         """Run the step; raise unless its results have a row per query token."""
         with torch.no_grad():
             result = self._step(plan, **self.inputs)

@@ -15,12 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.batch import Batch, DeviceLens, HostLens
+from attnlab.batch import Batch, DeviceLens, DraftBatch, HostLens
 from attnlab.checks import require
 from attnlab.mask import CustomMask
 from attnlab.plan.build import Planner
+from attnlab.plan.draft import DraftPlan
 from attnlab.plan.plans import Plan, Turn
 from attnlab.plan.policy import HostPolicy, SplitBounds, SplitContext, SplitPolicy, SplitSizes
+
+AnyBatch = Batch | DraftBatch
+"""What a graph can be captured for."""
+Filled = Plan | DraftPlan
+"""The plan of such."""
 
 
 class PlanMemory:
@@ -29,19 +35,21 @@ class PlanMemory:
     `batch` is the memory that steps are copied to. `recorded`: planning is captured in a CUDA graph.
     """
 
-    def __init__(self, planner: Planner, batch: Batch, *, max_ranges: int, recorded: bool) -> None:
+    def __init__(self, planner: Planner, batch: AnyBatch, *, max_ranges: int, recorded: bool) -> None:
         self._planner, self.batch, self._max_ranges = planner, batch, max_ranges
         self._on_host = isinstance(planner.policy, HostPolicy)
         self.graph = torch.cuda.CUDAGraph() if recorded and not self._on_host else None
         policy = Room(planner.policy) if isinstance(planner.policy, HostPolicy) else planner.policy
         largest = replace(planner, policy=policy)
-        if self.graph is None:
-            self.first = largest.make(batch, max_ranges=max_ranges)
-        else:
-            self.first = recorded_in(self.graph, lambda: largest.make(batch, max_ranges=max_ranges))
-        self.turn = self.first.turn
 
-    def fill(self, given: Batch) -> Plan:
+        def make() -> Filled:
+            return largest.make(batch, max_ranges=max_ranges)
+
+        made = make() if self.graph is None else recorded_in(self.graph, make)
+        self.turn = Turn()
+        self.first = renewed(made, epoch=planner.pool.epoch, turn=self.turn)
+
+    def fill(self, given: AnyBatch) -> Filled:
         """Return the plan of a step, in the same memory as all before it, whose turn is over."""
         self.turn.over = True
         refill_batch(self.batch, given)
@@ -79,12 +87,15 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def renewed(plan: Plan, *, epoch: int, turn: Turn) -> Plan:
-    """Return a new plan object over a plan's memory."""
+def renewed(plan: Filled, *, epoch: int, turn: Turn) -> Filled:
+    """Return a new plan object over a plan's memory; of a draft, so are its steps."""
+    if isinstance(plan, DraftPlan):
+        steps = tuple(replace(step, epoch=epoch, turn=turn) for step in plan.steps)
+        return replace(plan, steps=steps, epoch=epoch, turn=turn)
     return replace(plan, epoch=epoch, turn=turn)
 
 
-def refill_batch(memory: Batch, given: Batch) -> None:
+def refill_batch(memory: AnyBatch, given: AnyBatch) -> None:
     """Copy a step's batch to the front of the memory; all rows behind it become padding, whatever they were."""
     for field in fields(memory):
         there, here = _tensor(getattr(memory, field.name)), _tensor(getattr(given, field.name))
@@ -110,7 +121,7 @@ def _refill_mask(there: Tensor, here: Tensor) -> None:
         there[:live].copy_(here, non_blocking=True)
 
 
-def padded_on_host(memory: Batch, given: Batch) -> Batch:
+def padded_on_host(memory: AnyBatch, given: AnyBatch) -> AnyBatch:
     """Return the batch with its padded rows, of lengths that the host knows, as a policy in plain Python needs them."""
     changes: dict[str, Any] = {}
     for field in fields(memory):
@@ -164,6 +175,7 @@ class Room(SplitPolicy):
     """Stands in for a policy in plain Python where only its promises are needed: the memory of its largest plan."""
 
     host: HostPolicy
+    name = "room for a policy in plain Python"
 
     def label(self, ctx: SplitContext) -> str:
         """Return the policy's own name."""

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from attnlab.backend import AttentionBackend
-from attnlab.batch import Batch, DecodeBatch, DeviceLens, ExtendBatch, HostLens, Lens, VerifyBatch
+from attnlab.batch import DecodeBatch, DeviceLens, DraftBatch, ExtendBatch, HostLens, Lens, VerifyBatch
 from attnlab.checks import describe, positive, require
+from attnlab.graphs.memory import AnyBatch
 from attnlab.mask import CAUSAL, CustomMask, Mask
 
 
@@ -55,19 +56,19 @@ class Shape(ABC):
         return replace(self, longest=longest)
 
     @abstractmethod
-    def memory(self, *, device: torch.device, max_tokens: int) -> Batch:
+    def memory(self, *, device: torch.device, max_tokens: int) -> AnyBatch:
         """Return a batch of padding alone, in memory that each step's batch is copied to.
 
         Its requests have at most `max_tokens` cached tokens together.
         """
 
-    def check(self, batch: Batch) -> None:
+    def check(self, batch: AnyBatch) -> None:
         """Raise unless a step of this batch was captured; the words name what came and what was captured."""
         wanted = type(self).mode()
         if not isinstance(batch, wanted):
             raise TypeError(f"batch: the graph was captured for a {wanted.__name__}, got {describe(batch)}")
         require(
-            batch.encoder is None,
+            isinstance(batch, DraftBatch) or batch.encoder is None,
             "batch: encoder lengths are not served by a graph; run a step with an encoder without one",
         )
         count = batch.rows.shape[0]
@@ -79,15 +80,15 @@ class Shape(ABC):
 
     @classmethod
     @abstractmethod
-    def mode(cls) -> type[DecodeBatch] | type[ExtendBatch] | type[VerifyBatch]:
+    def mode(cls) -> type[AnyBatch]:
         """Which batches are served."""
 
     @abstractmethod
-    def _check_lens(self, batch: Batch) -> None:
+    def _check_lens(self, batch: AnyBatch) -> None:
         """Raise ValueError unless the lengths, and the mask, are within what was captured."""
 
     @abstractmethod
-    def live(self, batch: Batch) -> int:
+    def live(self, batch: AnyBatch) -> int:
         """Return the query tokens of a batch; where only the device knows, what they are at most."""
 
     def _longest(self) -> int:
@@ -131,11 +132,11 @@ class DecodeShape(Shape):
         """Return the padding of a decode."""
         return DecodeBatch(rows=self._rows(device), seq=self._cached(self._longest(), device, max_tokens))
 
-    def _check_lens(self, batch: Batch) -> None:
+    def _check_lens(self, batch: AnyBatch) -> None:
         if isinstance(batch, DecodeBatch):
             check_bound("seq", batch.seq, self._longest())
 
-    def live(self, batch: Batch) -> int:
+    def live(self, batch: AnyBatch) -> int:
         """Return the requests."""
         return batch.rows.shape[0]
 
@@ -173,13 +174,13 @@ class ExtendShape(Shape):
         mask = room_for_mask(prefix, new) if self.masked else CAUSAL
         return ExtendBatch(rows=self._rows(device), prefix=prefix, new=new, mask=mask)
 
-    def _check_lens(self, batch: Batch) -> None:
+    def _check_lens(self, batch: AnyBatch) -> None:
         if isinstance(batch, ExtendBatch):
             check_bound("prefix", batch.prefix, self._longest())
             check_bound("new", batch.new, self.new)
             check_mask(batch.mask, masked=self.masked)
 
-    def live(self, batch: Batch) -> int:
+    def live(self, batch: AnyBatch) -> int:
         """Return the new tokens."""
         return min(batch.new.bound_total, self.tokens) if isinstance(batch, ExtendBatch) else 0
 
@@ -230,7 +231,7 @@ class VerifyShape(Shape):
             ordered=not self.masked,
         )
 
-    def _check_lens(self, batch: Batch) -> None:
+    def _check_lens(self, batch: AnyBatch) -> None:
         if not isinstance(batch, VerifyBatch):
             return
         check_bound("prefix", batch.prefix, self._longest() - self.drafts)
@@ -248,9 +249,72 @@ class VerifyShape(Shape):
             "capture with masked=True",
         )
 
-    def live(self, batch: Batch) -> int:
+    def live(self, batch: AnyBatch) -> int:
         """Return the drafts."""
         return batch.rows.shape[0] * self.drafts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftShape(Shape):
+    """All steps of a draft: `topk` branches of `steps` tokens go on from every request.
+
+    The captured step takes a DraftPlan. Its inputs have a row for every branch; what differs from step to step, such as
+    the queries of a later one, it makes itself.
+
+    >>> DraftShape(requests=8, topk=4, steps=3).tokens
+    32
+    """
+
+    topk: int
+    steps: int
+
+    def __post_init__(self) -> None:
+        Shape.__post_init__(self)
+        positive("topk", self.topk)
+        positive("steps", self.steps)
+
+    @property
+    def each(self) -> int:
+        """The branches of a request."""
+        return self.topk
+
+    @classmethod
+    def mode(cls) -> type[DraftBatch]:
+        """Drafts."""
+        return DraftBatch
+
+    def bounded(self, backend: AttentionBackend) -> Shape:
+        """Return the shape with a `longest`. Raises ValueError where the backend was not built for so much."""
+        require(
+            self.tokens <= backend.max_requests,
+            f"requests: a graph of {self.requests} requests x {self.topk} branches, but the backend was built for "
+            f"max_requests {backend.max_requests}",
+        )
+        shape = Shape.bounded(self, backend)
+        require(
+            self.steps < (shape.longest or 0),
+            f"longest: expected more than the {self.steps} drafts of a branch, got {shape.longest}",
+        )
+        return shape
+
+    def memory(self, *, device: torch.device, max_tokens: int) -> DraftBatch:
+        """Return the padding of a draft."""
+        cached = self._cached(self._longest() - self.steps, device, max_tokens)
+        return DraftBatch(rows=self._rows(device), seq=cached, topk=self.topk, steps=self.steps)
+
+    def _check_lens(self, batch: AnyBatch) -> None:
+        if isinstance(batch, DraftBatch):
+            check_bound("seq", batch.seq, self._longest() - self.steps)
+            got, captured = (batch.topk, batch.steps), (self.topk, self.steps)
+            require(
+                got == captured,
+                f"topk, steps: the graph was captured for {captured[0]} branches of {captured[1]} drafts, got {got[0]} "
+                f"of {got[1]}; capture a graph for them",
+            )
+
+    def live(self, batch: AnyBatch) -> int:
+        """Return the branches."""
+        return batch.rows.shape[0] * self.topk
 
 
 def check_bound(name: str, lens: Lens, most: int) -> None:

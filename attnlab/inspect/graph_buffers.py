@@ -17,7 +17,8 @@ from attnlab.batch import VerifyBatch, lens_of
 from attnlab.graphs.graph import Graph
 from attnlab.inspect.step import Runs, runs_of, total
 from attnlab.inspect.words import lane_name
-from attnlab.plan.plans import DecodePlan, ExtendLane, Lane, Queries
+from attnlab.plan.draft import DraftPlan
+from attnlab.plan.plans import DecodePlan, ExtendLane, ExtendPlan, Lane, Plan, Queries, VerifyPlan
 from attnlab.plan.schedule import Schedule
 
 
@@ -61,7 +62,9 @@ class Buffer:
 def tokens_of(graph: Graph) -> list[int]:
     """Return the query tokens of each request of the latest step. Waits for the device."""
     plan = graph.latest
-    return [1] * graph.requests if isinstance(plan, DecodePlan) else _counts(plan.queries.indptr)[: graph.requests]
+    if isinstance(plan, DecodePlan | DraftPlan):
+        return [graph.shape.each] * graph.requests
+    return _counts(plan.queries.indptr)[: graph.requests]
 
 
 def buffers_of(graph: Graph) -> Iterator[Buffer]:
@@ -98,6 +101,7 @@ class _Reader:
     def __init__(self, graph: Graph) -> None:
         self._graph, self._plan = graph, graph.latest
         self._ones, self._tokens = [1] * graph.requests, tokens_of(graph)
+        self._rows = [1] * graph.live if isinstance(graph.latest, DraftPlan) else self._ones
         self._sizes = {x.data_ptr(): x.nbytes for x in graph.buffers.values()}
 
     def buffers(self) -> Iterator[Buffer]:
@@ -106,16 +110,23 @@ class _Reader:
         lens = [lens.device for batch in batches for lens in lens_of(batch)]
         yield self._buffer("rows", "batch", "request", self._ones, [_Column.of(batch.rows) for batch in batches])
         yield self._buffer("lengths", "batch", "request", self._ones, [_Column.of(x) for x in lens])
-        if not isinstance(plan, DecodePlan):
+        if isinstance(plan, ExtendPlan | VerifyPlan):
             yield from self._queries(plan.queries)
+        if isinstance(plan, DraftPlan):
+            for i, step in enumerate(plan.steps):
+                yield from self._lanes(step, f"step {i}, ")
+        else:
+            yield from self._lanes(plan, "")
+        if inputs:
+            yield self._buffer(", ".join(inputs), "inputs", "token", self._tokens, [*map(_Column.of, inputs.values())])
+
+    def _lanes(self, plan: Plan, of: str) -> Iterator[Buffer]:
         for number, lane in enumerate(plan.lanes):
             layers = [layer for layer, its in plan.lane_of_layer.items() if its == number]
-            owner = lane_name(layers, lane.layout.index.space, lane.layout.sight)
+            owner = of + lane_name(layers, lane.layout.index.space, lane.layout.sight)
             yield from self._lane(lane, owner)
             if isinstance(lane, Lane):
                 yield from self._programs(lane.schedule, owner)
-        if inputs:
-            yield self._buffer(", ".join(inputs), "inputs", "token", self._tokens, [*map(_Column.of, inputs.values())])
 
     def _queries(self, queries: Queries) -> Iterator[Buffer]:
         offsets = [_Column.of_offsets(queries.indptr), _Column.of_offsets(queries.mask_indptr)]
@@ -135,16 +146,17 @@ class _Reader:
             merged = _Column.of_offsets(lane.schedule.merge_indptr, each=lane.schedule.kv_heads)
             offsets += [_Column.of_offsets(lane.splits.indptr), _Column.of(lane.splits.nominal), merged]
             ranges = [_Column.of(x) for x in (lane.splits.request, lane.splits.start, lane.splits.end)]
-        yield self._buffer("offsets", owner, "request", self._ones, offsets)
+        yield self._buffer("offsets", owner, "request", self._rows, offsets)
         yield self._buffer("list", owner, "slot", listed, [_Column.of(index.slots)], read=False)
-        yield self._buffer("write slots", owner, "token", self._tokens, [_Column.of(lane.write_slots)])
+        tokens = self._rows if isinstance(self._plan, DraftPlan) else self._tokens
+        yield self._buffer("write slots", owner, "token", tokens, [_Column.of(lane.write_slots)])
         if isinstance(lane, Lane):
             yield self._buffer("ranges", owner, "range", _counts(lane.splits.indptr), ranges, read=False)
 
     def _programs(self, schedule: Schedule, owner: str) -> Iterator[Buffer]:
         """The segments that are dealt out, and which program has which of them."""
         live = int(schedule.merge_indptr[-1])
-        request, reqs = schedule.segments[:live, 0].long(), len(self._ones)
+        request, reqs = schedule.segments[:live, 0].long(), len(self._rows)
         segments = request.bincount(minlength=reqs).tolist()
         dealt = _Column.of_segments(schedule.segments)
         yield self._buffer("segments", owner, "segment", segments, [dealt], read=False)
@@ -152,6 +164,14 @@ class _Reader:
         programs = schedule.segments[first, 0].long().bincount(minlength=reqs).tolist()
         owned = _Column.of_offsets(schedule.program_indptr)
         yield self._buffer("programs", owner, "program", programs, [owned])
+
+    def _by_request(self, parts: Sequence[int]) -> tuple[int, ...]:
+        """Return what each live request has; the rows of a draft's lists are branches, request by request."""
+        requests, live = self._graph.requests, self._graph.live
+        if not isinstance(self._plan, DraftPlan) or len(parts) == requests:
+            return tuple(parts[:requests])
+        each = self._graph.shape.each
+        return tuple(sum(parts[at : at + each]) for at in range(0, live, each))
 
     def _buffer(
         self,
@@ -165,7 +185,7 @@ class _Reader:
         gaps: bool = False,
     ) -> Buffer:
         """Return a buffer. `gaps`: 0 may be left over as well, so that gaps in what holds something are no padding."""
-        parts = tuple(parts[: self._graph.requests])
+        parts = self._by_request(parts)
         live = sum(parts)
         left = np.flatnonzero(np.any([column.holds[live:] for column in columns], axis=0)) + live
         stale = ((live, int(left[-1]) + 1),) if gaps and len(left) else runs_of(left)

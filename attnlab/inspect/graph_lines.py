@@ -7,7 +7,8 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from attnlab.graphs.graph import Graph
-from attnlab.graphs.shapes import ExtendShape, Shape, VerifyShape
+from attnlab.graphs.shapes import DraftShape, ExtendShape, Shape, VerifyShape
+from attnlab.inspect.draft_lines import DraftDescription
 from attnlab.inspect.graph_view import GraphView
 from attnlab.inspect.words import counted
 from attnlab.units import size
@@ -27,10 +28,10 @@ class GraphDescription:
     rerun: bool
     tensors: int
     view: GraphView
-    step: Description
+    step: Description | DraftDescription
 
     @classmethod
-    def of(cls, graph: Graph, *, step: Description) -> GraphDescription:
+    def of(cls, graph: Graph, *, step: Description | DraftDescription) -> GraphDescription:
         """Read a graph's memory. Waits for the device."""
         tensors = len(graph.buffers)
         return cls(shape=graph.shape, rerun=graph.rerun, tensors=tensors, view=GraphView.of(graph), step=step)
@@ -83,6 +84,10 @@ def shape_words(shape: Shape) -> str:
     match shape:
         case ExtendShape():
             words += f", up to {counted(shape.new, 'new token')} each"
+        case DraftShape():
+            words += (
+                f", {shape.topk} {'branch' if shape.topk == 1 else 'branches'} of {counted(shape.steps, 'draft')} each"
+            )
         case VerifyShape():
             words += f", {counted(shape.drafts, 'draft')} each"
     if isinstance(shape, ExtendShape | VerifyShape):

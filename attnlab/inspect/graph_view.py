@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from attnlab.checks import describe, require
 from attnlab.graphs.graph import Graph
 from attnlab.inspect.graph_buffers import Buffer, buffers_of, tokens_of
 from attnlab.inspect.step import Mode, mode_of
+from attnlab.plan.draft import DraftPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +19,7 @@ class GraphView:
     It was captured for `most_requests` of up to `longest` tokens, and `most_tokens` query tokens.
     """
 
-    mode: Mode
+    mode: Mode | Literal["draft"]
     requests: int
     most_requests: int
     tokens: int
@@ -42,7 +44,7 @@ class GraphView:
         """
         require(isinstance(graph, Graph), f"graph: expected one that was captured, got {describe(graph)}", TypeError)
         return cls(
-            mode=mode_of(graph.latest),
+            mode="draft" if isinstance(graph.latest, DraftPlan) else mode_of(graph.latest),
             requests=graph.requests,
             most_requests=graph.shape.requests,
             tokens=sum(tokens_of(graph)),

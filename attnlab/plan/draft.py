@@ -6,7 +6,7 @@ Reference: TritonMultiStepDraftBackend. There all steps share the counts of spli
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -18,9 +18,10 @@ from attnlab.checks import positive, require, tensor, whole
 from attnlab.plan.explain import Reading
 from attnlab.plan.index import KVIndex
 from attnlab.plan.layout import DraftLists, KVLayout
-from attnlab.plan.plans import DecodePlan, Lane
+from attnlab.plan.plans import DecodePlan, Lane, Turn
 from attnlab.plan.policy import MIN_BLOCK, HostPolicy, SplitBounds, SplitContext, SplitPolicy, SplitSizes
 from attnlab.plan.schedule import Schedule
+from attnlab.plan.signature import Signature, signature_of
 from attnlab.plan.splits import (
     Ranges,
     SizesOf,
@@ -222,6 +223,7 @@ class DraftPlan:
     batch: DraftBatch
     steps: tuple[DecodePlan, ...]
     epoch: int
+    turn: Turn = field(default_factory=Turn)
 
     def __post_init__(self) -> None:
         got, wanted = len(self.steps), self.batch.steps - 1
@@ -229,6 +231,10 @@ class DraftPlan:
         for step in self.steps:
             rows, branches = step.batch.seq.count, self.batch.branches
             require(rows == branches, f"steps: expected a row for each of {branches} branches, got {rows}")
+
+    def signature(self) -> Signature:
+        """Return what a CUDA graph bakes in of this plan: addresses, shapes, compile-time choices."""
+        return signature_of(self)
 
     def validate(self, *, num_slots: int | Mapping[str, int]) -> None:
         """Read all tensors (waits for the device); raise ValueError where any of them is inconsistent.
