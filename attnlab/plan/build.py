@@ -203,7 +203,7 @@ class Planner:
             )
             for i, mine in enumerate(lens)
         )
-        return DraftPlan(batch=batch, steps=steps, epoch=self.pool.epoch)
+        return DraftPlan(batch=batch, steps=steps, epoch=self.pool.epoch, page_size=self.pool.page_size)
 
     def _draft_lanes(self, batch: DraftBatch, steps: Sequence[Lens], max_ranges: int | None) -> list[list[Lane]]:
         """Return for every kind of layer a lane for each step. The policy is asked before any list is gathered."""

@@ -217,12 +217,14 @@ class DraftPlan:
     """The steps of a draft, planned at once: `steps[i]`, counted from 0, is a DecodePlan with a row for every branch.
 
     `backend.decode(layer, q, k, v, plan.steps[i])` stores draft i of all branches and attends with them. The lists of
-    all steps lie in one buffer, a row a step. Branches of one draft need no step, and have none.
+    all steps lie in one buffer, a row a step. Branches of one draft need no step, and have none. Branches have pages of
+    their own, of `page_size` slots, from the one in which the cached tokens end.
     """
 
     batch: DraftBatch
     steps: tuple[DecodePlan, ...]
     epoch: int
+    page_size: int
     turn: Turn = field(default_factory=Turn)
 
     def __post_init__(self) -> None:
