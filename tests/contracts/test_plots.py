@@ -13,6 +13,7 @@ import pytest
 
 import attnlab
 from attnlab import graphs
+from attnlab.inspect.draft_view import DraftView
 from attnlab.inspect.graph_view import GraphView
 from attnlab.inspect.index_view import IndexView
 from attnlab.inspect.page_map import PageMap
@@ -39,6 +40,7 @@ def examples() -> dict[str, Any]:
     shape = graphs.DecodeShape(requests=2)
     graph = graphs.capture(wb.backend, lambda plan: (), shape, inputs={}, rerun=True)
     graph.plan(attnlab.DecodeBatch.of(rows=table.rows[1:2], lens=[40], device="cpu"))
+    drafted = wb.backend.plan(attnlab.DraftBatch.of(rows=table.rows[1:2], lens=[33], topk=2, steps=3, device="cpu"))
     values = [
         *(wb, plan, lane, lane.splits, lane.splits.to_host(), schedule_views(wb)[0]),
         *(wb.merge(18, request=0, head=3), wb.scores(18, request=0), wb.stages(18, request=1, head=3)),
@@ -47,6 +49,7 @@ def examples() -> dict[str, Any]:
         *(lane.layout, IndexView.of(lane.layout), extended.lane(18)),
         *(verified, TreeView.of(verified, request=0, layer=18)),
         *(graph, GraphView.of(graph)),
+        *(drafted, DraftView.of(drafted, request=0, layer=18)),
         WindowView.of(pool=wb.pool, table=table, model=wb.model, plan=plan, request=0, layer=18),
     ]
     return {f"{type(value).__module__}.{type(value).__qualname__}": value for value in values}
