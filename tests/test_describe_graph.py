@@ -14,6 +14,8 @@ from attnlab.units import size
 from tests.strategies import DEVICE
 from tests.test_graph_view import MODES, captured, stepped
 
+PLANNED_ALONE = [mode for mode in MODES if mode != "draft"]
+
 
 def said(mode: str, *counts: int, **options: object) -> list[str]:
     return str(attnlab.describe(stepped(mode, *counts, **options)[1])).splitlines()  # type: ignore[arg-type]
@@ -34,6 +36,17 @@ def said(mode: str, *counts: int, **options: object) -> list[str]:
 def test_a_graph_says_what_was_captured(mode: str, words: str) -> None:
     how = "run again at every replay" if DEVICE == "cpu" else "captured in a CUDA graph"
     assert said(mode)[0] == f"{words} · {how}"
+
+
+def test_a_graph_of_a_draft_names_its_padded_rows() -> None:
+    _, graph = stepped("draft", 8, 5)
+    lines = str(attnlab.describe(graph)).splitlines()
+    assert lines[0].startswith("graph of draft steps: up to 8 requests of up to 96 tokens, 2 branches of 3 drafts each")
+    assert lines[1] == "latest step: 5 requests and 3 padded rows, 10 query tokens and 6 padded"
+    assert lines[5].startswith("draft: 5 requests and 3 padded rows, 2 x 3 drafts each · 2 decode steps")
+    assert [line.split()[:2] for line in lines[9:11]] == [["0", "10"], ["1", "10"]]  # steps, and rows of requests
+    with pytest.raises(ValueError, match="12 has none in this step: it is a padded row"):
+        graph.latest.explain(0, 12)
 
 
 def test_a_graph_says_what_the_latest_step_was() -> None:
@@ -67,7 +80,7 @@ def test_stale_rows_that_padding_reads_are_marked() -> None:
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PLANNED_ALONE)
 def test_the_latest_plan_names_its_padded_rows(mode: str) -> None:
     _, graph = stepped(mode, 8, 5)
     described = attnlab.describe(graph.latest)
@@ -110,7 +123,7 @@ def test_notebooks_get_the_same_words() -> None:
     assert html.count("<table>") == 2 and "3 padded rows" in html
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PLANNED_ALONE)
 def test_live_rows_are_explained_and_a_padded_one_is_named(mode: str) -> None:
     _, graph = stepped(mode, 8, 5)
     assert [reading.keys for reading in graph.latest.explain(4, 0)][0]

@@ -20,12 +20,12 @@ from attnlab.plots import style
 from attnlab.plots.graph_facts import statement
 from attnlab.plots.picture import Picture
 from attnlab.plots.show import show
-from tests.serving import DRAFTS, Server, Size
+from tests.serving import TOPK, Server, Size
 from tests.strategies import DEVICE
 from tests.test_plots import digits, faults
 
 ENGINE = "eager" if DEVICE == "cpu" else "triton"
-MODES = ["decode", "verify", "tree", "extend"]
+MODES = ["decode", "verify", "tree", "extend", "draft"]
 LENS = (40, 33, 17, 9, 8, 7, 6, 5)
 
 
@@ -40,9 +40,16 @@ def stepped(mode: str, *counts: int, pool: str = "window", **options: object) ->
     server, graph = captured(mode, pool, **options)
     rows = [server.admit(n) for n in LENS]
     for count in counts:
-        batch = server.batch(mode, rows[:count])
-        graph.run(batch, **server.tokens(graph.shape.live(batch)))
+        run(server, graph, mode, rows[:count])
     return server, graph
+
+
+def run(server: Server, graph: graphs.Graph, mode: str, rows: list[int]) -> None:
+    """One step of these requests. What was drafted is dropped."""
+    batch = server.batch(mode, rows)
+    graph.run(batch, **server.inputs_of(graph.shape, graph.shape.live(batch)))
+    if mode == "draft":
+        server.settle(mode, batch, rows)
 
 
 def buffer(graph: graphs.Graph, name: str, lane: str = "") -> Buffer:
@@ -84,14 +91,35 @@ def test_live_entries_are_those_of_the_latest_step(mode: str) -> None:
     _, graph = stepped(mode, 8, 5)
     view = GraphView.of(graph)
     assert (view.requests, view.most_requests, view.most_tokens) == (5, 8, graph.shape.tokens)
-    per_unit = {"request": 5, "token": view.tokens}
+    per_unit = {"request": 5, "token": view.tokens, "row": graph.live}
     for b in view.buffers:
         assert len(b.parts) == 5 and b.live == per_unit.get(b.unit, b.live)
         assert b.live + b.padded + b.left_over == b.capacity
-    lane = graph.latest.lane(0)
-    lens = lane.layout.index.indptr.diff().tolist()
-    assert buffer(graph, "list", "layer 0").parts == tuple(lens[:5])
-    assert not any(lens[5:])
+
+
+@pytest.mark.parametrize("mode", ["decode", "verify", "extend"])
+def test_every_request_has_its_part_of_a_list(mode: str) -> None:
+    _, graph = stepped(mode, 8, 5)
+    lens = graph.latest.lane(0).layout.index.indptr.diff().tolist()  # type: ignore[union-attr]
+    assert buffer(graph, "list", "layer 0").parts == tuple(lens[:5]) and not any(lens[5:])
+
+
+def test_branches_of_a_draft_are_counted_with_their_request() -> None:
+    _, graph = stepped("draft", 8, 5)
+    for i, step in enumerate(graph.latest.steps):  # type: ignore[union-attr]
+        lens = step.lane(0).layout.index.indptr.diff().tolist()
+        parts = buffer(graph, "list", f"step {i}, layer 0").parts
+        assert parts == tuple(a + b for a, b in zip(lens[:10:2], lens[1:10:2], strict=True))
+        assert buffer(graph, "rows, lengths", f"step {i}").parts == (TOPK,) * 5
+    assert not GraphView.of(graph).faults
+
+
+def test_a_stale_row_of_a_drafts_step_is_found() -> None:
+    """B30."""
+    _, graph = stepped("draft", 8, 5)
+    graph.buffers["plan.steps[1].batch.seq.device"][13] = 9
+    (dirty,) = GraphView.of(graph).faults
+    assert (dirty.name, dirty.owner, dirty.stale) == ("rows, lengths", "step 1", ((13, 14),))
 
 
 def test_ranges_segments_and_programs_are_those_of_the_schedule() -> None:
@@ -109,9 +137,7 @@ def test_bits_of_a_larger_mask_are_left_over_and_never_read() -> None:
     server, graph = stepped("tree", 8)
     most = buffer(graph, "mask").live
     last = int(graph.mask.nonzero().max()) + 1  # type: ignore[union-attr]
-    rows = list(server.lens)[:5]
-    batch = server.batch("tree", rows)
-    graph.run(batch, **server.tokens(5 * DRAFTS))
+    run(server, graph, "tree", list(server.lens)[:5])
     mask = buffer(graph, "mask")
     assert mask.stale == ((mask.live, last),) and mask.live < last <= most and not mask.read
     assert GraphView.of(graph).faults == ()
@@ -213,8 +239,7 @@ def steps(mode: str, *counts: int, **options: object) -> Picture:
     server, graph = captured(mode, **options)  # type: ignore[arg-type]
     rows, views = [server.admit(n) for n in LENS], []
     for count in counts:
-        batch = server.batch(mode, rows[:count])
-        graph.run(batch, **server.tokens(graph.shape.live(batch)))
+        run(server, graph, mode, rows[:count])
         views.append(GraphView.of(graph))
     return show(*views)
 

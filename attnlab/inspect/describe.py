@@ -13,7 +13,7 @@ from attnlab.inspect.draft_lines import DraftDescription
 from attnlab.inspect.graph_lines import GraphDescription
 from attnlab.inspect.plan_lines import LaneLines, RequestLine, lane_lines
 from attnlab.inspect.step import Mode, live_rows, mode_of, prefix_and_new
-from attnlab.inspect.words import GAP, aligned, counted, html_cells, lane_words, slot_words, span_words
+from attnlab.inspect.words import GAP, aligned, counted, html_cells, lane_words, request_words, slot_words, span_words
 from attnlab.mask import CustomMask
 from attnlab.plan.draft import DraftPlan
 from attnlab.plan.plans import DecodePlan, ExtendPlan, Plan, Queries
@@ -52,10 +52,7 @@ class Description:
     @property
     def head(self) -> str:
         """Mode, requests, tokens, epoch, policy, in one line."""
-        rows = counted(self.requests, "request")
-        if self.padded:
-            rows += f" and {counted(self.padded, 'padded row')}"
-        counts = [rows, counted(self.tokens, "query token")]
+        counts = [request_words(self.requests, self.padded), counted(self.tokens, "query token")]
         return " · ".join([f"{WORDS[self.mode]}: {', '.join(counts)}", f"epoch {self.epoch}", *self.facts])
 
     def __str__(self) -> str:

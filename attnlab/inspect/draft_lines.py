@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from html import escape
 
 from attnlab.inspect.plan_lines import LaneLines, lane_lines
-from attnlab.inspect.step import prefix_and_new
-from attnlab.inspect.words import GAP, aligned, counted, html_cells, lane_title, slot_words
+from attnlab.inspect.step import live_rows, prefix_and_new
+from attnlab.inspect.words import GAP, aligned, counted, html_cells, lane_title, request_words, slot_words
 from attnlab.plan.draft import DraftPlan
 
 MEANING = "ranges: asked for → used · drafts go to: storage slots, branch by branch · plan.steps[i] is described alone"
@@ -18,10 +18,12 @@ MEANING = "ranges: asked for → used · drafts go to: storage slots, branch by 
 class DraftDescription:
     """A draft in plain numbers. `print` it, or let a notebook show it as a table.
 
-    `lanes` holds, for each kind of layer, what every step's plan says of it. `drafts` counts those of a branch.
+    `lanes` holds, for each kind of layer, what every step's plan says of it. `drafts` counts those of a branch. The
+    `padded` rows behind the requests, which have no token, stand for none.
     """
 
     requests: int
+    padded: int
     topk: int
     drafts: int
     epoch: int
@@ -33,8 +35,11 @@ class DraftDescription:
     def of(cls, plan: DraftPlan, *, most: int) -> DraftDescription:
         """Read all steps of a plan. Waits for the device."""
         steps = [[lane_lines(step, i, *prefix_and_new(step)) for i in range(len(step.lanes))] for step in plan.steps]
+        seq = plan.batch.seq.device.tolist()
+        requests = live_rows(seq, seq)
         return cls(
-            requests=plan.batch.seq.count,
+            requests=requests,
+            padded=len(seq) - requests,
             topk=plan.batch.topk,
             drafts=plan.batch.steps,
             epoch=plan.epoch,
@@ -46,7 +51,7 @@ class DraftDescription:
     @property
     def head(self) -> str:
         """Requests, branches, drafts, steps, epoch, policy, in one line."""
-        counts = [counted(self.requests, "request"), f"{self.topk} x {counted(self.drafts, 'draft')} each"]
+        counts = [request_words(self.requests, self.padded), f"{self.topk} x {counted(self.drafts, 'draft')} each"]
         words = [f"draft: {', '.join(counts)}", counted(self.drafts - 1, "decode step"), f"epoch {self.epoch}"]
         return " · ".join([*words, *(f"policy {policy}" for policy in self.policies)])
 
@@ -75,7 +80,7 @@ class DraftDescription:
         """Return the head and a row for each step: its lists, their ranges, and where its drafts go."""
         rows = [["step", "rows", "keys listed", "longest list", "ranges", "drafts go to"]]
         for number, lane in enumerate(steps):
-            listed = [line.listed for line in lane.lines]
+            listed = [line.listed for line in lane.lines[: self.requests * self.topk]]
             asked, used = sum(line.asked for line in lane.lines), sum(line.used for line in lane.lines)
             written = [slot for line in lane.lines for slot in line.write]
             cells = [f"{number}", f"{len(listed):,}", f"{sum(listed):,}", f"{max(listed, default=0):,}"]

@@ -101,7 +101,8 @@ class _Reader:
     def __init__(self, graph: Graph) -> None:
         self._graph, self._plan = graph, graph.latest
         self._ones, self._tokens = [1] * graph.requests, tokens_of(graph)
-        self._rows = [1] * graph.live if isinstance(graph.latest, DraftPlan) else self._ones
+        drafting = isinstance(graph.latest, DraftPlan)
+        self._rows, self._row = ([1] * graph.live, "row") if drafting else (self._ones, "request")
         self._sizes = {x.data_ptr(): x.nbytes for x in graph.buffers.values()}
 
     def buffers(self) -> Iterator[Buffer]:
@@ -114,6 +115,8 @@ class _Reader:
             yield from self._queries(plan.queries)
         if isinstance(plan, DraftPlan):
             for i, step in enumerate(plan.steps):
+                columns = [_Column.of(step.batch.rows), _Column.of(step.batch.seq.device)]
+                yield self._buffer("rows, lengths", f"step {i}", self._row, self._rows, columns)
                 yield from self._lanes(step, f"step {i}, ")
         else:
             yield from self._lanes(plan, "")
@@ -146,10 +149,9 @@ class _Reader:
             merged = _Column.of_offsets(lane.schedule.merge_indptr, each=lane.schedule.kv_heads)
             offsets += [_Column.of_offsets(lane.splits.indptr), _Column.of(lane.splits.nominal), merged]
             ranges = [_Column.of(x) for x in (lane.splits.request, lane.splits.start, lane.splits.end)]
-        yield self._buffer("offsets", owner, "request", self._rows, offsets)
+        yield self._buffer("offsets", owner, self._row, self._rows, offsets)
         yield self._buffer("list", owner, "slot", listed, [_Column.of(index.slots)], read=False)
-        tokens = self._rows if isinstance(self._plan, DraftPlan) else self._tokens
-        yield self._buffer("write slots", owner, "token", tokens, [_Column.of(lane.write_slots)])
+        yield self._buffer("write slots", owner, "token", self._tokens, [_Column.of(lane.write_slots)])
         if isinstance(lane, Lane):
             yield self._buffer("ranges", owner, "range", _counts(lane.splits.indptr), ranges, read=False)
 

@@ -77,6 +77,15 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
+def request_words(requests: int, padded: int) -> str:
+    """Return how many rows of a batch are requests, and how many stand for none.
+
+    >>> request_words(5, 3), request_words(1, 0)
+    ('5 requests and 3 padded rows', '1 request')
+    """
+    return counted(requests, "request") + (f" and {counted(padded, 'padded row')}" if padded else "")
+
+
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
     """Return a table's lines, every column as wide as its widest cell, and right-aligned."""
     marked = [any(row[-1].endswith(" !") for row in table)]
