@@ -154,6 +154,19 @@ def test_a_list_or_a_state_that_is_changed_in_place_is_noticed() -> None:
         ("12-2", [0, 2, 6, 9, 1, 12, 3, 4, 5, 7, 8, 10, 11], "The path is [0, 1, 2, 3, 5] now, and 1 row would still"),
         ("12-2", [0, 2, 6, 9, 12], "no order of the drafts: order: expected each of 13 drafts once"),
         ("12-2", [0, 6, 2, 9, 12, 1, 3, 4, 5, 7, 8, 10, 11], "order: draft [6] comes before the one that it follows"),
+        ("14-1", [1164, 69, 9], "(a): a draft has a bit for each of the 3 drafts, too"),
+        ("14-1", [300, 69, 9], "(a): that is the memory for one request; the graph was captured for 4"),
+        ("14-1", [400, 69, 9], "(a): a request has a row for each of its 3 drafts"),
+        ("14-1", [1200, 60, 9], "(b): a draft has a bit for each of the 3 drafts, too"),
+        ("14-1", [1200, 23, 9], "(b): one request, 3 drafts, and 20 cached keys. How many pairs are these?"),
+        ("14-1", [1200, 69, 3], "(c): an input has a row for each draft, not for each request"),
+        ("14-1", [1200, 69, 12], "(c): the inputs have 12 rows. How many are the step's?"),
+        ("14-1", [1200, 69], "a list of three numbers, (a), (b) and (c), got [1200, 69]"),
+        ("14-2", [1, 32, 64], "A step of 2 takes the graph for 32, so that 30 rows are padding"),
+        ("14-2", [2, 6, 14, 30, 62], "A step of 64 requests fits into no graph"),
+        ("14-2", [1, 2, 4, 8, 16, 32, 64], "No step is too much padding, but 6 graphs would do"),
+        ("14-2", [0, 2, 6, 14, 30, 62, 64], "A graph is captured for at least 1 request, got [0, 2"),
+        ("14-2", [2.5, 64], "Expected whole numbers, got [2.5, 64]"),
         ("15-1", [143, 144], "a page of 16 is freed as a whole"),
         ("15-1", [128, 128], "The window of 50 counts the query's own key: 193 sees back to 144"),
         ("15-1", [144, 144], "You rounded up: the query at 192 still sees keys of the page"),
@@ -188,6 +201,9 @@ def test_a_typical_mistake_gets_a_hint(number: str, answer: object, hint: str) -
         ("08-2", torch.tensor([-1, 0, 1, 1, 0])),
         ("12-1", torch.tensor([103, 104, 54])),
         ("12-2", torch.tensor([0, 2, 6, 9, 12, 3, 7, 10, 1, 4, 5, 8, 11])),
+        ("14-1", torch.tensor([1200, 69, 9])),
+        ("14-2", torch.tensor([64, 2, 6, 14, 30, 62])),
+        ("14-2", [1, 4, 10, 22, 46, 64]),
         ("15-1", torch.tensor([128, 144])),
         ("15-2", torch.tensor(42)),
     ],
@@ -430,6 +446,53 @@ JUDGES: dict[str, tuple[Callable[..., Any], str]] = {
 def test_a_judge_of_drafts(mistake: str) -> None:
     answer, hint = JUDGES[mistake]
     assert hint in said("12-3", answer)
+
+
+# A graph's memory
+
+
+def filler(
+    *, rows: bool = True, lens: bool = True, offsets: str = "all", shift: int = 0, bound: bool = False
+) -> Callable[..., Any]:
+    """Fill a graph's memory; `bound` binds the names instead, `offsets` says which are set."""
+
+    def refill(r: Tensor, n: Tensor, indptr: Tensor, slots: Tensor, step: list[Any]) -> Any:
+        live = len(step)
+        counts = torch.tensor([len(mine) for _, mine in step] + [0] * (4 - live))
+        if bound:
+            r, n, indptr = torch.zeros(4), counts, counts.cumsum(0)
+            return None
+        r[:live], n[:live] = torch.tensor([row for row, _ in step], dtype=torch.int64), counts[:live]
+        r[live:], n[live:] = r[live:] * (not rows), n[live:] * (not lens)
+        ends = counts.cumsum(0)
+        indptr[1 : {"all": 5, "live": live + 1}.get(offsets, 1)] = ends[: {"all": 4, "live": live}.get(offsets, 0)]
+        if offsets == "zero":
+            indptr[1 : live + 1], indptr[live + 1 :] = ends[:live], 0
+        listed = torch.tensor([slot for _, mine in step for slot in mine], dtype=torch.int64)
+        slots[shift : shift + len(listed)] = listed
+        return None
+
+    return refill
+
+
+FILLERS: dict[str, tuple[Callable[..., Any], str]] = {
+    "right": (filler(), "yes"),
+    "rows stay": (filler(rows=False), "Step 1, of 2 requests: rows is ["),
+    "lengths stay": (filler(lens=False), "those of the padded rows are left over from an earlier step, and are read"),
+    "offsets stay": (filler(offsets="live"), "the lists of padded rows are not empty, so the rest must be"),
+    "offsets of zero": (filler(offsets="zero"), "the lists of padded rows are not empty, so the rest must be"),
+    "no offsets": (filler(offsets="none"), "Step 0, of 4 requests: expected indptr to begin with [0, "),
+    "slots elsewhere": (filler(shift=1), "Step 0, of 4 requests: expected slots to begin with ["),
+    "names bound": (filler(bound=True), "It should fill the tensors that it is given: `rows[:] = ...`, not `rows = "),
+    "returned": (lambda *memory: 7, "expected the tensors to be filled in place and nothing to be returned, got 7"),
+    "raises": (lambda *memory: memory[9], "Step 0, of 4 requests: it raised IndexError"),
+}
+
+
+@pytest.mark.parametrize("mistake", FILLERS)
+def test_a_graphs_memory(mistake: str) -> None:
+    answer, hint = FILLERS[mistake]
+    assert hint in said("14-3", answer)
 
 
 # Translation

@@ -146,6 +146,14 @@ def test_functions_that_the_text_names_exist(path: Path) -> None:
         assert set(name.split(".")) <= defined, f"{file} has no {name}"
 
 
+def test_times_that_a_lesson_quotes_stand_in_the_log() -> None:
+    text, log = text_of(FOLDER / "14_graphs_and_timing.ipynb"), (ROOT / "data/h200/LOG.md").read_text(encoding="utf-8")
+    times = re.search(r"times = (\{.+\})", text)
+    assert times is not None and "data/h200/LOG.md" in text
+    seed, static, tile = ast.literal_eval(times[1]).values()
+    assert f"{seed} / {static} / {tile} us" in log
+
+
 # Exercises
 
 

@@ -167,6 +167,26 @@ def accepted(parents, tokens, chosen):
     return path
 
 
+# %% 14-1
+# Four requests have 3 rows of 97 + 3 bits each. The one has 3 rows of 20 + 3, and 3 of the 4 x 3 rows of an input.
+answer_14_1 = [1200, 69, 9]
+
+# %% 14-2
+# A step of 1 may have one padded row. Behind a graph for s comes a step of s + 1, which may take one for 2 s + 2.
+answer_14_2 = [2, 6, 14, 30, 62, 64]
+
+
+# %% 14-3
+def refill(rows, lens, indptr, slots, step):
+    """Fill the memory in place, and padded rows with what stands for nothing."""
+    live, listed = len(step), [slot for _, mine in step for slot in mine]
+    for memory, numbers in ((rows, [row for row, _ in step]), (lens, [len(mine) for _, mine in step])):
+        memory[:live] = torch.tensor(numbers)
+        memory[live:] = 0
+    indptr[1:] = lens.cumsum(0)
+    slots[: len(listed)] = torch.tensor(listed)
+
+
 # %% 15-1
 # The query at 192 sees back to 143, which is in the page that begins at 128. The one at 193 sees back to 144, where a
 # page begins.
