@@ -6,8 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from attnlab.backend import AttentionBackend
-from attnlab.batch import DecodeBatch, VerifyBatch
+from attnlab.batch import DecodeBatch, DraftBatch, VerifyBatch
+from attnlab.graphs.graph import capture
+from attnlab.graphs.shapes import VerifyShape
 from attnlab.inspect.samples import MODEL
 from attnlab.inspect.traffic import draw_decode_lens, scale_to
 from attnlab.inspect.tree_view import TreeView
@@ -16,6 +20,7 @@ from attnlab.inspect.workbench import H200_MULTIPROCESSORS, Workbench, workbench
 from attnlab.memory.cache import PagedCache
 from attnlab.memory.pools.window import WindowPool
 from attnlab.memory.requests import RequestTable
+from attnlab.plan.draft import draft_room
 from attnlab.plan.policies.seed import Seed
 from attnlab.plan.policies.static import Static
 from attnlab.plan.policies.tile import Tile
@@ -93,15 +98,39 @@ def tree_mask() -> Picture:
     return show(TreeView.of(server.backend.plan(batch), request=0, layer=server.sliding))
 
 
+def draft_pages() -> Picture:
+    """Return what four branches of a draft read in every step, and where they lie."""
+    server = _SlidingServer([396], max_requests=4)
+    cached = 396
+    server.cache.append(0, draft_room(cached, topk=4, steps=4, page_size=server.pool.page_size))
+    plan = server.backend.plan(DraftBatch.of(rows=[0], lens=[cached], topk=4, steps=4, device="cpu"))
+    return show(plan, layer=server.full)
+
+
+def graph_memory() -> Picture:
+    """Return the memory of a graph that verifies trees, when five requests come after eight."""
+    drafts, lens = 4, scale_to(draw_decode_lens("azure_llm_2023_conv", 8, seed=4), 420)
+    server = _SlidingServer([n + drafts for n in lens], max_drafts=drafts)
+    hidden = torch.zeros(8 * drafts, 2880)
+    shape = VerifyShape(requests=8, longest=512, drafts=drafts, masked=True)
+    graph = capture(server.backend, lambda plan, hidden: hidden, shape, inputs={"hidden": hidden}, rerun=True)
+    for rows in (range(8), range(5)):
+        prefix, trees = [lens[row] for row in rows], [(-1, 0, 0, 1) for _ in rows]
+        batch = VerifyBatch.tree(rows=list(rows), prefix=prefix, parents=trees, device="cpu")
+        graph.run(batch, hidden=torch.ones(len(rows) * drafts, 2880))
+    return show(graph)
+
+
 class _SlidingServer:
     """A small server of gpt-oss-20b's first two layers, whose requests came in turns and grew."""
 
-    def __init__(self, lens: list[int], *, step: int = 48) -> None:
+    def __init__(self, lens: list[int], *, step: int = 48, max_requests: int = 0, max_drafts: int = 1) -> None:
         self.model = ModelSpec.load("gpt-oss-20b", page_size=16).only((0, 1))
         self.sliding = next(layer.index for layer in self.model.layers if layer.attention.sight.partial)
+        self.full = next(layer.index for layer in self.model.layers if not layer.attention.sight.partial)
         self.pool = WindowPool(self.model, num_slots=2048, sliding_slots=1152, device="cpu")
         self.table = RequestTable(max_requests=len(lens), max_context=1024, num_slots=2048, device="cpu")
-        cache = PagedCache(table=self.table, pool=self.pool)
+        self.cache = cache = PagedCache(table=self.table, pool=self.pool)
         rows = [cache.admit() for _ in lens]
         for at in range(0, max(lens), step):
             for row, length in zip(rows, lens, strict=True):
@@ -114,7 +143,8 @@ class _SlidingServer:
             table=self.table,
             engine="eager",
             policy=Static(splits=8),
-            max_requests=len(lens),
+            max_requests=max(len(lens), max_requests),
+            max_drafts=max_drafts,
             multiprocessors=H200_MULTIPROCESSORS,
         )
 
@@ -127,6 +157,8 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "page_map": page_map,
     "sliding_window": sliding_window,
     "tree_mask": tree_mask,
+    "draft_pages": draft_pages,
+    "graph_memory": graph_memory,
 }
 
 

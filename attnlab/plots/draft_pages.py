@@ -172,7 +172,7 @@ class _Drawing:
             left = self.columns.frame(owner)[0]
             if left >= free:
                 ax.text(left, y, words, **look)
-                free = left + CHARACTER * len(words) + 0.08
+                free = left + CHARACTER * len(words) + 0.04
 
     def draw_frames(self, ax: Axes) -> None:
         """Frame the columns of every owner, through all rows."""
