@@ -483,7 +483,10 @@ FILLERS: dict[str, tuple[Callable[..., Any], str]] = {
     "offsets of zero": (filler(offsets="zero"), "the lists of padded rows are not empty, so the rest must be"),
     "no offsets": (filler(offsets="none"), "Step 0, of 4 requests: expected indptr to begin with [0, "),
     "slots elsewhere": (filler(shift=1), "Step 0, of 4 requests: expected slots to begin with ["),
-    "names bound": (filler(bound=True), "It should fill the tensors that it is given: `rows[:] = ...`, not `rows = "),
+    "names bound": (
+        filler(bound=True),
+        "The memory is as before. Fill the tensors that you are given: `rows[:]",
+    ),
     "returned": (lambda *memory: 7, "expected the tensors to be filled in place and nothing to be returned, got 7"),
     "raises": (lambda *memory: memory[9], "Step 0, of 4 requests: it raised IndexError"),
 }

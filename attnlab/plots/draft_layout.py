@@ -79,13 +79,15 @@ class DraftColumns:
         return spans[0][0], spans[-1][1]
 
     def spans(self, first: int, end: int) -> list[tuple[float, float]]:
-        """Return where columns `first` up to `end` lie, in inches: a piece for every stretch that has some of them."""
-        pieces = []
+        """Return where columns `first` up to `end` lie, in inches: one piece, or several with gaps between them."""
+        pieces: list[tuple[float, float]] = []
         for s in self.stretches:
             a, b = max(first, s.first), min(end, s.end)
             if a < b:
                 x = np.interp([a, b], [s.first, s.end], [s.left, s.left + s.width]) * self.unit
-                pieces.append((float(x[0]), float(x[1])))
+                joined = bool(pieces) and x[0] - pieces[-1][1] < 1e-6
+                left = pieces.pop()[0] if joined else float(x[0])
+                pieces.append((left, float(x[1])))
         return pieces
 
 

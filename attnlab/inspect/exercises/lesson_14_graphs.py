@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlab.graphs.shapes import VerifyShape
-from attnlab.inspect.exercises.registry import NOTHING, Wrong, exercise, whole_numbers
+from attnlab.inspect.exercises.registry import Wrong, exercise, whole_numbers
 from attnlab.mask import CustomMask
 
 SHAPE = VerifyShape(requests=4, longest=100, drafts=3, masked=True)
@@ -98,7 +98,7 @@ def refilled(answer: Any) -> str:
             return f"{case}: expected the tensors to be filled in place and nothing to be returned, got {got!r}."
         wrong = _wrong(memory, step)
         if wrong and all(torch.equal(x, y) for x, y in zip(memory, before, strict=True)):
-            return NOTHING + " It should fill the tensors that it is given: `rows[:] = ...`, not `rows = ...`."
+            return "The memory is as before. Fill the tensors that you are given: `rows[:] = ...`, not `rows = ...`."
         if wrong:
             return f"{case}: {wrong}"
     return ""
