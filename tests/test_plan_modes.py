@@ -74,7 +74,7 @@ class Server:
             model=self.model,
             pool=self.pool,
             table=self.table,
-            engine=self.engine,
+            engine="triton" if deterministic and DEVICE != "cpu" else self.engine,  # eager is not, on a GPU
             policy=policy,
             max_requests=max(1, len(self.rows)),
             multiprocessors=132,
