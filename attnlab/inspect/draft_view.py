@@ -53,7 +53,7 @@ class DraftView:
         """Read a request's branches out of a plan (waits for the device). Raises ValueError where there is none such.
 
         >>> import attnlab
-        >>> wb = attnlab.workbench("SmolLM2-135M", lens=[40], policy="static", engine="eager", layers=[18])
+        >>> wb = attnlab.workbench("SmolLM2-135M", lens=[40, 40], policy="static", engine="eager", layers=[18])
         >>> wb.cache.truncate(0, 30)
         >>> slots = wb.cache.append(0, attnlab.draft_room(30, topk=2, steps=3, page_size=1))
         >>> plan = wb.backend.plan(attnlab.DraftBatch.of(rows=[0], lens=[30], topk=2, steps=3, device="cpu"))

@@ -40,7 +40,7 @@ class GraphView:
         >>> plan = graph.plan(attnlab.DecodeBatch.of(rows=[1], lens=[7], device="cpu"))
         >>> lists = next(buffer for buffer in GraphView.of(graph).buffers if buffer.name == "list")
         >>> lists.unit, lists.live, lists.padded, lists.left_over
-        ('slot', 7, 20, 0)
+        ('slot', 7, 21, 0)
         """
         require(isinstance(graph, Graph), f"graph: expected one that was captured, got {describe(graph)}", TypeError)
         return cls(
