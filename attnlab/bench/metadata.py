@@ -20,8 +20,10 @@ from attnlab.backend import AttentionBackend
 from attnlab.batch import DecodeBatch
 from attnlab.bench.decode import graph_time_us
 from attnlab.bench.peers import SglangMetadata
+from attnlab.checks import require
 from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.requests import RequestTable
+from attnlab.plan.plans import DecodePlan
 from attnlab.spec import AttentionSpec, ModelSpec
 
 HEADS, KV_HEADS, DIM, MAX_SPLITS, REPEATS = 32, 8, 16, 8, 100
@@ -75,6 +77,10 @@ def measure(requests: int, tokens: int, kernels: dict[str, object] | None) -> li
     batch = DecodeBatch.of(rows=backend.table.rows, lens=[tokens] * requests, device="cuda")
     padding = torch.zeros(requests, device="cuda")
     graph = graphs.capture(backend, lambda plan, x: x, graphs.DecodeShape(requests=requests), inputs={"x": padding})
+    graph.plan(batch)  # else what is timed below would be the padding that a graph begins with
+    made = backend.planner.make(graph.batch)
+    listed = int(made.lane(0).layout.index.indptr[-1]) if isinstance(made, DecodePlan) else 0
+    require(listed == requests * tokens, f"metadata: expected {requests * tokens:,} slots listed, got {listed:,}")
     anew = graph_time_us(lambda: backend.planner.make(graph.batch))
     found = [
         MetadataTime(
