@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -386,3 +387,160 @@ def test_a_recording_sees_no_replay_and_says_so() -> None:
         graph.replay(plan)
     with record(server.backend), pytest.raises(RuntimeError, match="capture: a recording is on"):
         graphs.capture(server.backend, server.step, graphs.DecodeShape(requests=1), inputs={}, rerun=True)
+
+
+# --- what readers broke -------------------------------------------------------------------------------------------
+
+
+def unchanged(graph: graphs.Graph, plan: object) -> bool:
+    """Whether a plan is still the latest, and good to be replayed."""
+    graph.replay(plan)  # type: ignore[arg-type]
+    return graph.latest is plan
+
+
+def test_a_refused_mask_leaves_the_plan_before_it_as_it_was() -> None:
+    server, graph = captured("tree")
+    rows = two(server)
+    old = graph.plan(tree_batch(server, rows))
+    before = {path: x.clone() for path, x in graph.buffers.items()}
+    assert graph.mask is not None
+    lens = [server.lens[row] for row in rows]
+    for row in rows:
+        server.grow(row, DRAFTS)
+    batch = VerifyBatch.tree(rows=rows, prefix=lens, parents=[[-1, 0, 0]] * 2, device=DEVICE)
+    assert isinstance(batch.mask, CustomMask)
+    bits = batch.mask.bits.shape[0]
+    with pytest.raises(ValueError, match="not at their beginning"):
+        graph.plan(replace(batch, mask=CustomMask(bits=graph.mask[1 : bits + 1])))
+    loose = replace(batch.prefix, device=batch.prefix.device)
+    loose = DeviceLens(device=loose.device, bound_each=80, bound_total=160, least=tuple(lens))
+    with pytest.raises(ValueError, match="mask: expected at most the .* entries that were captured, got"):
+        graph.plan(
+            replace(batch, prefix=loose, mask=CustomMask(bits=torch.ones(10**5, dtype=torch.uint8, device=DEVICE)))
+        )
+    with pytest.raises(
+        ValueError, match=f"mask: expected at least {bits} bits, as the lengths are known to need, got 5"
+    ):
+        graph.plan(replace(batch, prefix=loose, mask=CustomMask(bits=torch.ones(5, dtype=torch.uint8, device=DEVICE))))
+    assert all(torch.equal(x, before[path]) for path, x in graph.buffers.items()) and unchanged(graph, old)
+
+
+def test_a_policy_in_plain_python_that_answers_nonsense_leaves_the_plan_before_it_as_it_was() -> None:
+    answers = [True]
+
+    @split_policy("wrong in a graph", needs_host_lens=True, max_ranges=1)
+    def wrong(lens: list[int], ctx: object) -> list[list[tuple[int, int]]]:
+        return [[(0, n)] * (n > 0) if answers[0] else [] for n in lens]
+
+    server = Server("plain", engine=ENGINE, policy=wrong, device=DEVICE, modes=["decode"])
+    graph, rows = server.graphs["decode"], two(server)
+    old = graph.plan(server.batch("decode", rows))
+    lens = old.batch.seq.device.tolist()  # type: ignore[union-attr]
+    answers[0] = False
+    with pytest.raises(ValueError, match="are in no range"):
+        graph.plan(server.batch("decode", rows))
+    assert graph.batch.seq.device.tolist() == lens and unchanged(graph, old)  # type: ignore[union-attr]
+
+
+def test_a_chain_under_a_policy_in_plain_python_gets_its_mask_too() -> None:
+    @split_policy("one of a masked graph", needs_host_lens=True, max_ranges=1)
+    def one(lens: list[int], ctx: object) -> list[list[tuple[int, int]]]:
+        return [[(0, n)] * (n > 0) for n in lens]
+
+    server = Server("plain", engine=ENGINE, policy=one, device=DEVICE, modes=["tree"])
+    rows = two(server)
+    for row in rows:
+        server.grow(row, DRAFTS)
+    batch = VerifyBatch.chain(rows=rows, prefix=[5, 3], drafts=DRAFTS, device=DEVICE)
+    inputs = server.tokens(2 * DRAFTS)
+    outs = server.graphs["tree"].run(batch, **inputs)
+    for got, want in zip(outs, server.eagerly("tree", batch, inputs), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_inputs_that_want_gradients_leave_no_history_behind() -> None:
+    server, graph = captured()
+    batch = server.batch("decode", two(server))
+    inputs = {name: x.requires_grad_() for name, x in server.tokens(2).items()}
+    for _ in range(3):
+        graph.run(batch, **inputs)
+    assert not any(x.requires_grad for x in graph.inputs.values())
+
+
+def test_a_graph_captured_for_inference_runs_outside_of_it() -> None:
+    server = Server("plain", engine=ENGINE, policy="seed", device=DEVICE, modes=[])
+    shape, inputs = graphs.DecodeShape(requests=4), server.tokens(4)
+    with torch.inference_mode():
+        graph = graphs.capture(server.backend, server.step, shape, inputs=inputs, rerun=DEVICE == "cpu")
+    batch = server.batch("decode", two(server))
+    assert [x.shape[0] for x in graph.run(batch, **server.tokens(2))] == [2, 2]
+
+
+class Named(NamedTuple):
+    one: Tensor
+    two: list[Tensor]
+
+
+def test_results_may_be_any_nest_of_tensors_named_tuples_too() -> None:
+    server = Server("plain", engine=ENGINE, policy="seed", device=DEVICE, modes=[])
+
+    def step(plan: object, x: Tensor) -> dict[str, Named]:
+        return {"out": Named(x + 1, [x + 2])}
+
+    inputs = {"x": torch.zeros(4, 2, device=DEVICE)}
+    shape = graphs.DecodeShape(requests=4)
+    graph = graphs.capture(server.backend, step, shape, inputs=inputs, rerun=DEVICE == "cpu")
+    out = graph.run(server.batch("decode", two(server)), x=torch.ones(2, 2, device=DEVICE))["out"]
+    assert isinstance(out, Named) and out.one.tolist() == [[2.0, 2.0]] * 2 and out.two[0].shape == (2, 2)
+
+
+def test_a_draft_without_steps_belongs_to_its_own_graph_too() -> None:
+    server = Server("plain", engine=ENGINE, policy="seed", device=DEVICE, modes=[])
+    shape = graphs.DraftShape(requests=2, topk=2, steps=1)
+    inputs = {"x": torch.zeros(4, 3, device=DEVICE)}
+    mine, other = (
+        graphs.capture(server.backend, lambda plan, x: x + 1, shape, inputs=inputs, rerun=DEVICE == "cpu")
+        for _ in range(2)
+    )
+    row = server.admit(5)
+    server.grow(row, 4)
+    plan = mine.plan(DraftBatch.of(rows=[row], lens=[5], topk=2, steps=1, device=DEVICE))
+    assert mine.replay(plan).shape == (2, 3)
+    with pytest.raises(ValueError, match="plan: another graph's"):
+        other.replay(plan)
+
+
+def test_arguments_of_another_kind_are_named() -> None:
+    server, graph = captured()
+    good = {"shape": graphs.DecodeShape(requests=1), "inputs": {}, "backend": server.backend, "step": server.step}
+    for name, bad, match in (
+        ("backend", None, "backend: expected AttentionBackend, got NoneType None"),
+        ("inputs", [], "inputs: expected Mapping, got list"),
+        ("step", 5, r"step: expected a function of \(plan, \*\*inputs\), got int 5"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            graphs.capture(rerun=True, **{**good, name: bad})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="inputs: batch is the name of an argument of run"):
+        graphs.capture(rerun=True, **{**good, "inputs": {"batch": torch.zeros(1)}})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"plan: expected one that graph.plan\(batch\) made, got NoneType"):
+        graph.replay(None)  # type: ignore[arg-type]
+
+
+def test_a_shapes_longest_counts_new_tokens() -> None:
+    server = Server("plain", engine=ENGINE, policy="seed", device=DEVICE, modes=[])
+    shape = graphs.ExtendShape(requests=2, new=3, longest=20)
+    graph = graphs.capture(server.backend, server.step, shape, inputs=server.tokens(6), rerun=DEVICE == "cpu")
+    row = server.admit(23)
+    with pytest.raises(ValueError, match="prefix, new: a request of 23 tokens, the graph was captured for 20"):
+        graph.plan(ExtendBatch.of(rows=[row], prefix=[20], new=[3], device=DEVICE))
+    graph.plan(ExtendBatch.of(rows=[row], prefix=[17], new=[3], device=DEVICE))
+
+
+def test_padded_rows_of_a_verify_have_no_drafts() -> None:
+    server, graph = captured("verify")
+    rows = two(server)
+    server.grow(rows[0], DRAFTS)
+    batch = VerifyBatch.chain(rows=[rows[0], 0], prefix=[5, 0], drafts=[DRAFTS, 0], device=DEVICE)
+    inputs = server.tokens(DRAFTS)
+    for got, want in zip(graph.run(batch, **inputs), server.eagerly("verify", batch, inputs), strict=True):
+        assert torch.equal(got, want)

@@ -16,8 +16,10 @@ from attnlab.batch import ExtendBatch, VerifyBatch
 from attnlab.checks import describe, require, tensor
 from attnlab.graphs.memory import AnyBatch, Filled, PlanMemory, recorded_in, tensors_of
 from attnlab.graphs.shapes import Shape
+from attnlab.kernels.target import launching_on
 from attnlab.mask import CustomMask
-from attnlab.plan.plans import ExtendPlan, VerifyPlan
+from attnlab.plan.draft import DraftPlan
+from attnlab.plan.plans import DecodePlan, ExtendPlan, VerifyPlan
 from attnlab.plan.signature import differences
 
 Step = Callable[..., Any]
@@ -46,7 +48,7 @@ def capture(
     >>> graph.run(wb.batch, q=q, k=k, v=v).shape
     torch.Size([2, 9, 64])
     """
-    require(isinstance(shape, Shape), f"shape: expected a Shape such as DecodeShape, got {describe(shape)}", TypeError)
+    _check_arguments(backend, step, shape, inputs)
     device = backend.pool.device
     require(
         rerun or device.type == "cuda",
@@ -62,14 +64,17 @@ def capture(
         "capture: a recording is on, and a replay runs no Python that could record; end it first",
         RuntimeError,
     )
-    return Graph(backend=backend, step=step, shape=shape.bounded(backend), inputs=inputs, rerun=rerun)
+    # What an inference tensor is cannot be refilled outside of that mode.
+    with torch.inference_mode(False), launching_on(device):
+        return Graph(backend=backend, step=step, shape=shape.bounded(backend), inputs=inputs, rerun=rerun)
 
 
 class Graph:
     """A captured step. `plan(batch)` fills its plan for a step, `replay(plan)` runs it; `run` does both.
 
     A plan is good until the next one is made: all lie in the same memory. So do results, which are cut to the live
-    rows: copy what is to be kept. `inputs` are the fixed tensors, which may be filled in place; `mask` the bits.
+    rows: copy what is to be kept. `inputs` are the fixed tensors, which may be filled in place; `mask` the bits. All of
+    it belongs to one stream: what is filled on another may be overwritten while a replay still reads it.
     """
 
     def __init__(
@@ -126,6 +131,7 @@ class Graph:
         """Bytes of the fixed memory."""
         return sum(x.nbytes for x in self.buffers.values())
 
+    @torch.no_grad()
     def plan(self, batch: AnyBatch) -> Filled:
         """Fill the graph's memory with the plan of a step, and return it. All is checked before anything is written.
 
@@ -141,9 +147,9 @@ class Graph:
 
     def replay(self, plan: Filled) -> Any:
         """Run the captured step for the latest plan, over the inputs as they are; return its results' live rows."""
-        self.backend.check_current(plan)
         if plan is not self._latest:
             self._refuse(plan)
+        self.backend.check_current(plan)
         require(
             self.backend.tracer is None,
             "replay: a recording is on, and a replay runs no Python that could record; run the step with the plan",
@@ -152,9 +158,11 @@ class Graph:
         if self._graph is None:
             self._result = self._checked(plan)
         else:
-            self._graph.replay()
+            with launching_on(self.backend.pool.device):
+                self._graph.replay()
         return _cut(self._result, self._live)
 
+    @torch.no_grad()
     def run(self, batch: AnyBatch, **inputs: Tensor) -> Any:
         """Plan a step, copy its inputs (a row per query token) to the graph's, and replay it."""
         self.shape.check(batch)
@@ -182,7 +190,14 @@ class Graph:
         self.backend.engine.ops.write_causal(self.mask, queries.mask_indptr, new, prefix + new, most=self.shape.each)
 
     def _refuse(self, plan: Filled) -> None:
+        """Raise unless a plan that is not the latest object is the latest step's all the same, copied or replaced."""
+        given = isinstance(plan, DecodePlan | ExtendPlan | VerifyPlan | DraftPlan)
+        require(given, f"plan: expected one that graph.plan(batch) made, got {describe(plan)}", TypeError)
+        if plan.turn.over:
+            return  # which the backend has the words for
         changed = differences(self._signature, plan.signature())
+        if not changed and plan.turn is not self._latest.turn:
+            raise ValueError("plan: another graph's; replay it there, or plan with this one")
         require(
             not changed,
             f"plan: not the graph's own; {len(changed)} of its parts are not as they were captured, the first: "
@@ -200,6 +215,16 @@ class Graph:
                 f"step: expected results with {rows}, got {describe(x)}",
             )
         return result
+
+
+def _check_arguments(backend: Any, step: Any, shape: Any, inputs: Any) -> None:
+    """Raise TypeError where an argument of `capture` is of another kind, ValueError where an input's name is taken."""
+    for name, x, kind in (("backend", backend, AttentionBackend), ("inputs", inputs, Mapping), ("shape", shape, Shape)):
+        wanted = "a Shape such as DecodeShape" if kind is Shape else kind.__name__
+        require(isinstance(x, kind), f"{name}: expected {wanted}, got {describe(x)}", TypeError)
+    require(callable(step), f"step: expected a function of (plan, **inputs), got {describe(step)}", TypeError)
+    taken = sorted({"batch", "plan", "self"} & inputs.keys())
+    require(not taken, f"inputs: {', '.join(taken)} is the name of an argument of run, or of the step; choose another")
 
 
 def _fixed(name: str, x: Tensor, tokens: int, backend: AttentionBackend) -> Tensor:
@@ -220,5 +245,7 @@ def _cut(x: Any, rows: int) -> Any:
     if isinstance(x, dict):
         return {key: _cut(item, rows) for key, item in x.items()}
     if isinstance(x, tuple | list):
-        return type(x)(_cut(item, rows) for item in x)
+        kind, parts = type(x), [_cut(item, rows) for item in x]
+        is_named = any("_fields" in vars(base) for base in kind.__mro__)  # a named tuple is made of its fields
+        return kind(*parts) if is_named else kind(parts)
     return x[:rows]

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.batch import Batch, DeviceLens, DraftBatch, HostLens
+from attnlab.batch import Batch, DeviceLens, DraftBatch, ExtendBatch, HostLens, VerifyBatch
 from attnlab.checks import require
+from attnlab.kernels.target import launching_on
 from attnlab.mask import CustomMask
 from attnlab.plan.build import Planner
 from attnlab.plan.draft import DraftPlan
@@ -45,21 +46,30 @@ class PlanMemory:
         def make() -> Filled:
             return largest.make(batch, max_ranges=max_ranges)
 
-        made = make() if self.graph is None else recorded_in(self.graph, make)
+        with launching_on(batch.rows.device):
+            made = make() if self.graph is None else recorded_in(self.graph, make)
         self.turn = Turn()
         self.first = renewed(made, epoch=planner.pool.epoch, turn=self.turn)
 
     def fill(self, given: AnyBatch) -> Filled:
-        """Return the plan of a step, in the same memory as all before it, whose turn is over."""
+        """Return the plan of a step, in the same memory as all before it, whose turn is over.
+
+        What can be refused is refused before anything is written, and before that turn ends.
+        """
+        check_room(self.batch, given)
+        made = self._made(padded_on_host(self.batch, given)) if self._on_host else None
         self.turn.over = True
         refill_batch(self.batch, given)
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            padded = padded_on_host(self.batch, given) if self._on_host else self.batch
-            copy_plan(self.first, self._planner.make(padded, max_ranges=self._max_ranges))
+        with launching_on(self.batch.rows.device):
+            if self.graph is not None:
+                self.graph.replay()
+            else:
+                copy_plan(self.first, self._made(self.batch) if made is None else made)
         self.turn = Turn()
         return renewed(self.first, epoch=self._planner.pool.epoch, turn=self.turn)
+
+    def _made(self, batch: AnyBatch) -> Filled:
+        return self._planner.make(batch, max_ranges=self._max_ranges)
 
 
 def recorded_in(graph: torch.cuda.CUDAGraph, work: Callable[[], Any]) -> Any:
@@ -95,45 +105,71 @@ def renewed(plan: Filled, *, epoch: int, turn: Turn) -> Filled:
     return replace(plan, epoch=epoch, turn=turn)
 
 
+def check_room(memory: AnyBatch, given: AnyBatch) -> None:
+    """Raise ValueError where the memory is too small for a step's batch, or its mask lies askew in the memory's own."""
+    for name, there, here in _pairs(memory, given):
+        room, live = there.shape[0], here.shape[0]
+        require(live <= room, f"{name}: expected at most the {room:,} entries that were captured, got {live:,}")
+        askew = name == "mask" and _shares(there, here) and there.data_ptr() != here.data_ptr()
+        require(not askew, "mask: lies in the graph's own bits, but not at their beginning; fill them from the front")
+
+
 def refill_batch(memory: AnyBatch, given: AnyBatch) -> None:
-    """Copy a step's batch to the front of the memory; all rows behind it become padding, whatever they were."""
+    """Copy a step's batch, which fits, to the front of the memory; all rows behind it become padding.
+
+    Bits of a mask that were written in place are not copied, and what lies behind a mask's bits stays: nobody reads it.
+    """
+    for name, there, here in _pairs(memory, given):
+        live = here.shape[0]
+        if name != "mask" or not _shares(there, here):
+            there[:live].copy_(here, non_blocking=True)
+        if name != "mask":
+            there[live:].zero_()
+
+
+def _pairs(memory: AnyBatch, given: AnyBatch) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Go through what the memory and a step's batch both keep on the device, by name."""
     for field in fields(memory):
         there, here = _tensor(getattr(memory, field.name)), _tensor(getattr(given, field.name))
-        if there is None or here is None:
-            continue
-        if isinstance(getattr(memory, field.name), CustomMask):
-            _refill_mask(there, here)
-            continue
-        live = here.shape[0]
-        require(live <= there.shape[0], f"{field.name}: expected at most {there.shape[0]} entries, got {live}")
-        there[:live].copy_(here, non_blocking=True)
-        there[live:].zero_()
+        if there is not None and here is not None:
+            yield field.name, there, here
 
 
-def _refill_mask(there: Tensor, here: Tensor) -> None:
-    """Copy the bits, unless they were written in place. What lies behind them is not read, and stays."""
-    live = here.shape[0]
-    require(live <= there.shape[0], f"mask: expected at most the {there.shape[0]:,} bits captured, got {live:,}")
-    in_place = here.untyped_storage().data_ptr() == there.untyped_storage().data_ptr()
-    shifted = in_place and here.data_ptr() != there.data_ptr()
-    require(not shifted, "mask: lies in the graph's own bits, but not at their beginning; fill them from the front")
-    if not in_place:
-        there[:live].copy_(here, non_blocking=True)
+def _shares(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def padded_on_host(memory: AnyBatch, given: AnyBatch) -> AnyBatch:
-    """Return the batch with its padded rows, of lengths that the host knows, as a policy in plain Python needs them."""
+    """Return the batch with its padded rows, of lengths that the host knows, as a policy in plain Python needs them.
+
+    It lies in memory of its own, so that a plan that is refused has changed nothing; but for a mask's bits, of which
+    planning looks at the number alone.
+    """
     changes: dict[str, Any] = {}
     for field in fields(memory):
         there, here = getattr(memory, field.name), getattr(given, field.name)
         if isinstance(here, HostLens):
-            missing = there.device.shape[0] - here.count
-            changes[field.name] = HostLens(values=(*here.values, *[0] * missing), device=there.device)
-        elif isinstance(there, CustomMask) and isinstance(here, CustomMask):
-            changes[field.name] = CustomMask(bits=there.bits[: here.bits.shape[0]])
-        elif isinstance(there, Tensor) and field.name == "depth":
-            changes[field.name] = there[: here.shape[0]]
+            missing = there.count - here.count
+            lens = torch.nn.functional.pad(here.device, (0, missing))
+            changes[field.name] = HostLens(values=(*here.values, *[0] * missing), device=lens)
+        elif isinstance(there, CustomMask):
+            changes[field.name] = CustomMask(bits=there.bits[: _bits(given)])
+        elif field.name == "depth":
+            changes[field.name] = here
+        elif field.name == "rows":
+            rows = here.to(there.device, there.dtype, non_blocking=True)
+            changes[field.name] = torch.nn.functional.pad(rows, (0, there.shape[0] - rows.shape[0]))
     return replace(memory, **changes)
+
+
+def _bits(batch: AnyBatch) -> int:
+    """Return the bits of a batch's mask; of lengths that the host knows, where it brings none."""
+    if not isinstance(batch, ExtendBatch | VerifyBatch):
+        return 0
+    if isinstance(batch.mask, CustomMask):
+        return batch.mask.bits.shape[0]
+    new = batch.new if isinstance(batch, ExtendBatch) else batch.drafts
+    return sum(n * (p + n) for p, n in zip(batch.prefix.least_each, new.least_each, strict=True))
 
 
 def copy_plan(memory: Any, made: Any) -> None:

@@ -178,7 +178,14 @@ class ExtendShape(Shape):
         if isinstance(batch, ExtendBatch):
             check_bound("prefix", batch.prefix, self._longest())
             check_bound("new", batch.new, self.new)
-            check_mask(batch.mask, masked=self.masked)
+            totals = zip(batch.prefix.least_each, batch.new.least_each, strict=True)
+            longest = max((p + n for p, n in totals), default=0)
+            require(
+                longest <= self._longest(),
+                f"prefix, new: a request of {longest:,} tokens, the graph was captured for {self._longest():,}; "
+                "capture a larger one",
+            )
+            check_mask(batch.mask, batch.prefix, batch.new, masked=self.masked)
 
     def live(self, batch: AnyBatch) -> int:
         """Return the new tokens."""
@@ -236,13 +243,13 @@ class VerifyShape(Shape):
             return
         check_bound("prefix", batch.prefix, self._longest() - self.drafts)
         given = set(batch.drafts.values) if isinstance(batch.drafts, HostLens) else {batch.drafts.bound_max}
-        others = sorted(given - {self.drafts})
+        others = sorted(given - {self.drafts, 0})  # 0: a padded row
         require(
             not others,
             f"drafts: the graph was captured for {self.drafts} drafts a request, got {others[:1]}; capture a graph for "
             "them",
         )
-        check_mask(batch.mask, masked=self.masked)
+        check_mask(batch.mask, batch.prefix, batch.drafts, masked=self.masked)
         require(
             batch.ordered or self.masked,
             "batch: its drafts do not stand one behind the other (`ordered`), but the graph was captured for chains; "
@@ -251,7 +258,7 @@ class VerifyShape(Shape):
 
     def live(self, batch: AnyBatch) -> int:
         """Return the drafts."""
-        return batch.rows.shape[0] * self.drafts
+        return batch.drafts.bound_total if isinstance(batch, VerifyBatch) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,15 +333,16 @@ def check_bound(name: str, lens: Lens, most: int) -> None:
     )
 
 
-def check_mask(mask: Mask, *, masked: bool) -> None:
-    """Raise ValueError where a mask comes to a graph that was captured without one, or for another kind."""
+def check_mask(mask: Mask, prefix: Lens, new: Lens, *, masked: bool) -> None:
+    """Raise ValueError where a mask comes to a graph captured without one, is of another kind, or is too short."""
+    if not isinstance(mask, CustomMask):
+        return
+    bits = mask.bits.shape[0]
+    least = sum(n * (p + n) for p, n in zip(prefix.least_each, new.least_each, strict=True))
+    require(bits >= least, f"mask: expected at least {least:,} bits, as the lengths are known to need, got {bits:,}")
+    require(masked, f"mask: got {bits:,} bits, the graph was captured for 0, without a mask; capture with masked=True")
     require(
-        masked or not isinstance(mask, CustomMask),
-        f"mask: got {mask.bits.shape[0] if isinstance(mask, CustomMask) else 0:,} bits, the graph was captured for 0, "
-        "without a mask; capture with masked=True",
-    )
-    require(
-        not isinstance(mask, CustomMask) or not mask.cached_visible,
+        not mask.cached_visible,
         "mask: speaks of new keys alone (cached_visible), the graph reads its bits of cached keys too; set these to 1 "
         "and cached_visible to False",
     )
