@@ -11,6 +11,7 @@ import torch
 from attnlab.graphs.memory import tensors_of
 from attnlab.mask import ancestors
 from tests.foreign import DEVICE, World
+from tests.syncs import nothing_waits
 
 KINDS = ["mha", "mla", "sliding", "unified", "unified mla"]
 TREE = [-1, 0, 0]
@@ -235,7 +236,7 @@ def test_a_mask_may_be_filled_into_the_very_buffer_that_a_graph_reads() -> None:
     world.check(world.run(batch, 12), requests, [3] * 4, paths=paths(TREE))
     assert mask.buffer[bits.shape[0] :].eq(9).all()
     batch.spec_info.custom_mask = torch.zeros(mask.buffer.shape[0] + 1, dtype=torch.uint8, device=DEVICE)
-    with pytest.raises(ValueError, match=r"custom_mask: expected at most the [\d,]+ bytes of the graph's buffer, got"):
+    with pytest.raises(ValueError, match=r"custom_mask: the graph's buffer has 804 entries, this step needs 805"):
         world.backend.init_forward_metadata_out_graph(batch)
 
 
@@ -377,3 +378,203 @@ def test_the_hooks_of_the_interface_are_there() -> None:
         backend.forward_metadata  # noqa: B018
     with pytest.raises(RuntimeError, match="call init_cuda_graph_state"):
         backend.init_forward_metadata_out_graph(World().batch("decode", [], []))
+
+
+# --- what readers broke -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("radius", [3, 10])
+@pytest.mark.parametrize("mode", ["decode", "extend"])
+def test_a_layer_of_another_window_than_the_runners_is_refused(mode: str, radius: int) -> None:
+    world, requests = filled()
+    world.layers[1].sliding_window_size = radius
+    batch = world.batch(mode, requests, [1] * 4)
+    world.backend.init_forward_metadata(batch)
+    with pytest.raises(ValueError, match=f"layer 1: sliding_window_size {radius}, the model runner's is 6"):
+        world.run(batch, 4)
+
+
+def with_lists(world: World, requests: list[int], mode: str = "decode") -> Any:
+    """A batch that brings the lists itself, in the table's slots."""
+    batch = world.batch(mode, requests, [1] * len(requests))
+    lens = [world.lens[r] + 1 for r in requests]
+    ids = [world.table[r, :n] for r, n in zip(requests, lens, strict=True)]
+    indptr = torch.tensor([0, *lens], device=DEVICE).cumsum(0).int()
+    batch.spec_info = SimpleNamespace(kv_indptr=indptr, kv_indices=torch.cat(ids).long())
+    return batch
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla", "sliding"])
+def test_lists_that_a_batch_brings_are_used_as_they_are(kind: str) -> None:
+    world, requests = filled(kind)
+    batch = with_lists(world, requests)
+    world.backend.init_forward_metadata(batch)
+    world.check(world.run(batch, 4), requests, [1] * 4)
+
+
+def test_lists_of_one_id_space_do_not_serve_layers_of_two() -> None:
+    world, requests = filled("unified")
+    with pytest.raises(ValueError, match="spec_info.kv_indices: lists of one id space"):
+        world.backend.init_forward_metadata(with_lists(world, requests))
+
+
+def test_a_graph_copies_lists_that_a_batch_brings_and_leaves_theirs_alone() -> None:
+    world, requests = filled()
+    world.backend.init_cuda_graph_state(4, 16)
+    kept = []
+    for step, count in enumerate((4, 4, 2)):
+        batch = with_lists(world, requests[:count])
+        kept.append((batch.spec_info.kv_indices, batch.spec_info.kv_indices.clone()))
+        world.backend.init_forward_metadata_out_graph(batch, in_capture=step == 0)
+        results = [(about, *(x[:count] for x in rest)) for about, *rest in world.run(padded(batch, 1), 4)]
+        world.check(results, requests[:count], [1] * count)
+        world.settle(results, requests[:count], [1] * count)
+    assert all(torch.equal(given, before) for given, before in kept)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_buffer_too_small_for_the_lists_is_refused(known: bool) -> None:
+    world, requests = filled()
+    world.backend.init_cuda_graph_state(4, 16, kv_indices_buf=torch.zeros(10, dtype=torch.int64, device=DEVICE))
+    batch = world.batch("decode", requests, [1] * 4, known=known)
+    with pytest.raises(ValueError, match="kv_indices: the graph's buffer has 10 entries, this step needs"):
+        world.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+
+def test_totals_that_disagree_size_the_lists_by_the_larger() -> None:
+    world, requests = filled()
+    batch = world.batch("decode", requests, [1] * 4)
+    batch.seq_lens_sum = 10
+    world.backend.init_forward_metadata(batch)
+    world.check(world.run(batch, 4), requests, [1] * 4)
+    world, requests = filled()
+    batch = world.batch("extend", requests, [3] * 4)
+    batch.extend_prefix_lens_cpu = [0] * 4
+    world.backend.init_forward_metadata(batch)
+    world.check(world.run(batch, 12), requests, [3] * 4)
+
+
+def test_a_request_longer_than_the_table_is_refused() -> None:
+    world, requests = filled()
+    batch = world.batch("decode", requests, [1] * 4)
+    batch.seq_lens_cpu = torch.tensor([70, 1, 1, 1])
+    with pytest.raises(ValueError, match="seq_lens: a request of 70 tokens, req_to_token has 64 columns"):
+        world.backend.init_forward_metadata(batch)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_mask_too_short_is_refused(known: bool) -> None:
+    world, requests = filled()
+    batch = tree_batch(world, requests)
+    if not known:
+        batch.seq_lens_sum = batch.seq_lens_cpu = None
+    least = 3 * (sum(LENS) * known + 4 * 3)
+    batch.spec_info.custom_mask = batch.spec_info.custom_mask[: least - 1]
+    with pytest.raises(ValueError, match=f"custom_mask: expected at least {least} bytes, .* got {least - 1}"):
+        world.backend.init_forward_metadata(batch)
+
+
+def test_positions_may_lie_in_a_longer_buffer_but_in_one_row() -> None:
+    world, requests = filled()
+    batch = tree_batch(world, requests)
+    batch.positions = torch.cat([batch.positions, torch.full((9,), 77, device=DEVICE)])
+    world.backend.init_forward_metadata(batch)
+    world.check(world.run(batch, 12), requests, [3] * 4, paths=paths(TREE))
+    batch.positions = batch.positions[None]
+    with pytest.raises(ValueError, match=r"positions: expected \[tokens\]"):
+        world.backend.init_forward_metadata(batch)
+
+
+@pytest.mark.parametrize("bad", ["q", "k", "v", "v width", "out", "sinks"])
+@pytest.mark.parametrize("mode", ["decode", "extend"])
+def test_nothing_is_stored_where_an_argument_does_not_fit(mode: str, bad: str) -> None:
+    world, requests = filled()
+    batch = world.batch(mode, requests, [1] * 4)
+    world.backend.init_forward_metadata(batch)
+    q, k, v = world.inputs(4, world.layers[0])
+    given = {"q": q, "k": k, "v": v}
+    if bad == "sinks":
+        given["sinks"] = torch.zeros(3, device=DEVICE)
+    elif bad == "v width":
+        given["v"] = v[..., :8]
+    elif bad == "out":
+        batch._attn_output = torch.zeros(5, 64, device=DEVICE)
+    else:
+        given[bad] = given[bad][:3]
+    world.pool.given.clear()
+    with pytest.raises((ValueError, TypeError), match=r"^(q|k|v|out|_attn_output|sinks): expected"):
+        world.backend.forward(**given, layer=world.layers[0], forward_batch=batch)
+    assert not world.pool.given
+
+
+def test_a_deterministic_extend_reads_what_its_caller_has_stored() -> None:
+    change = World().runner.server_args
+    change.enable_deterministic_inference = True
+    world, requests = filled(changes={"server_args": change})
+    batch = world.batch("extend", requests, [2] * 4)
+    world.backend.init_forward_metadata(batch)
+    results = world.run(batch, 8)
+    about, q, k, v, out = results[0]
+    again = world.backend.forward_extend(q, k, v, about, batch, save_kv_cache=False)
+    assert torch.equal(again.view_as(out), out)
+
+
+def test_buffers_that_graphs_have_baked_in_are_not_replaced() -> None:
+    world, _ = captured("mha", "decode")
+    with pytest.raises(RuntimeError, match="init_cuda_graph_state: graphs have baked the buffers in"):
+        world.backend.init_cuda_graph_state(8, 8)
+
+
+def test_a_capture_larger_than_its_memory_is_refused() -> None:
+    world, requests = filled()
+    world.backend.init_cuda_graph_state(4, 8)
+    with pytest.raises(ValueError, match="batch_size: 4 requests x 3 query tokens, .* max_num_tokens 8"):
+        world.backend.init_forward_metadata_out_graph(
+            world.batch("verify", requests, [3] * 4, draft_token_num=3), in_capture=True
+        )
+    world, requests = filled()
+    world.backend.init_cuda_graph_state(4, 16)
+    with pytest.raises(ValueError, match="draft_token_num: 4 drafts a request, the mask's buffer was made for 3"):
+        world.backend.init_forward_metadata_out_graph(
+            world.batch("verify", requests, [4] * 4, draft_token_num=4), in_capture=True
+        )
+
+
+def test_a_draft_extend_without_its_lengths_is_replayed_never() -> None:
+    world, requests = captured("mha", "draft extend")
+    batch = world.batch("draft extend", requests, [3] * 4, draft_token_num=3)
+    batch.extend_seq_lens = None
+    with pytest.raises(ValueError, match="extend_seq_lens: expected how many tokens each request has new, got None"):
+        world.backend.init_forward_metadata_out_graph(batch)
+
+
+def test_a_mask_that_lies_askew_in_the_graphs_own_bytes_is_refused() -> None:
+    world, requests = captured("mha", "verify")
+    batch, mask = tree_batch(world, requests), world.backend.verify_mask
+    assert mask is not None
+    bits = batch.spec_info.custom_mask.shape[0]
+    batch.spec_info.custom_mask = mask.buffer[5 : bits + 5]
+    with pytest.raises(ValueError, match=r"custom_mask: lies in verify_mask.buffer, but not at its beginning"):
+        world.backend.init_forward_metadata_out_graph(batch)
+
+
+def test_a_replay_without_write_slots_finds_none_of_an_earlier_step() -> None:
+    world, requests = captured("sliding", "decode")
+    world.backend.init_forward_metadata_out_graph(world.batch("decode", requests, [1] * 4))
+    batch = world.batch("decode", requests, [1] * 4)
+    batch.out_cache_loc = None
+    world.backend.init_forward_metadata_out_graph(batch)
+    loc = world.backend.forward_metadata.swa_out_cache_loc
+    assert loc is not None and not loc.any()
+
+
+def test_planning_by_forward_batches_does_not_wait() -> None:
+    """Lengths live on the device alone; what the host is given, it may read."""
+    for mode, new in (("decode", 1), ("verify", 3), ("extend", 2)):
+        world = World("sliding", engine="triton")
+        requests = [world.request(n) for n in LENS]
+        spec = {"draft_token_num": 3} if mode == "verify" else {}
+        first, batch = (world.batch(mode, requests, [new] * 4, known=False, **spec) for _ in range(2))
+        world.backend.init_forward_metadata(first)
+        with nothing_waits(batch.seq_lens.new_zeros(0)):
+            world.backend.init_forward_metadata(batch)

@@ -344,7 +344,7 @@ def test_what_is_launched_is_not_called() -> None:
 
 
 def test_a_rank_that_the_group_has_not_is_refused() -> None:
-    with pytest.raises(ValueError, match="dcp_rank: expected 0 to 3, got 4"):
+    with pytest.raises(ValueError, match="dcp_rank: a group of 4 has dcp_ranks 0 to 3, got 4"):
         sglang.get_dcp_lens(torch.tensor([3]), 4, 4)
     with pytest.raises(TypeError, match="lens: expected .* int32 or int64"):
         sglang.get_dcp_lens(torch.tensor([3.0]), 4, 1)

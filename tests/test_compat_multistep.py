@@ -133,3 +133,100 @@ def test_all_steps_share_their_counts_which_come_from_the_cached_tokens() -> Non
     wanted = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     drafting.backend.attn_backends[0].get_num_kv_splits(wanted, torch.tensor([33, 1], device=DEVICE))
     assert counts[0].tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("count", [4, 8, 14])
+def test_write_slots_of_another_number_are_refused(count: int) -> None:
+    drafting = Drafting("mha", topk=2, steps=3)
+    batch = drafting.batch([drafting.world.request(20), drafting.world.request(7)])
+    batch.out_cache_loc = torch.ones(count, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match=rf"out_cache_loc: expected 12 write slots, 2 requests .* got \[{count}\]"):
+        drafting.backend.init_forward_metadata(batch)
+
+
+def test_each_step_may_bring_its_own_write_slots() -> None:
+    drafting = Drafting("sliding", topk=2, steps=2)
+    requests = [drafting.world.request(20), drafting.world.request(7)]
+    batch = drafting.batch(requests)
+    whole, batch.out_cache_loc = batch.out_cache_loc, None
+    drafting.backend.init_forward_metadata(batch)
+    [step] = drafting.backend.attn_backends
+    assert step.forward_metadata.swa_out_cache_loc is None
+    batch.out_cache_loc = whole.view(4, 2)[:, 0].contiguous()
+    about = drafting.world.layers[0]
+    q, k, v = drafting.world.inputs(4, about)
+    step.forward_decode(q, k, v, about, batch)
+    assert torch.equal(drafting.world.pool.k[0][batch.out_cache_loc], k)
+
+
+def test_captured_drafts_are_served_by_slots_that_the_server_padded_and_by_none_that_it_did_not_bring() -> None:
+    drafting = Drafting("sliding", topk=2, steps=3)
+    requests = [drafting.world.request(n) for n in (20, 1, 7)]
+    backend = drafting.backend
+    backend.init_cuda_graph_state(3, 6)
+    backend.init_forward_metadata_out_graph(drafting.batch(requests), in_capture=True)
+    batch = drafting.batch(requests[:1])
+    batch.out_cache_loc = torch.nn.functional.pad(batch.out_cache_loc, (0, 12))
+    backend.init_forward_metadata_out_graph(batch)
+    drafting.check(requests[:1], batch, rows=6)
+    batch.out_cache_loc = None
+    with pytest.raises(
+        ValueError, match="out_cache_loc: the step was captured with write slots, this batch comes with"
+    ):
+        backend.init_forward_metadata_out_graph(batch)
+    with pytest.raises(RuntimeError, match="init_cuda_graph_state: graphs have baked the buffers in"):
+        backend.init_cuda_graph_state(3, 6)
+
+
+def test_drafts_beyond_the_tables_columns_are_refused() -> None:
+    drafting = Drafting("mha", topk=2, steps=3)
+    batch = drafting.batch([drafting.world.request(40)])
+    batch.seq_lens_cpu = torch.tensor([62])
+    with pytest.raises(
+        ValueError, match="seq_lens: a request of 62 tokens, whose drafts end at column 68, req_to_token"
+    ):
+        drafting.backend.init_forward_metadata(batch)
+
+
+def test_an_unknown_option_is_refused_even_where_no_step_needs_a_backend() -> None:
+    with pytest.raises(TypeError, match="foo"):
+        Drafting("mha", topk=2, steps=1, foo=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_captured_in_a_cuda_graph_are_right_at_every_replay(kind: str) -> None:
+    drafting = Drafting(kind, topk=2, steps=3)
+    world, backend = drafting.world, drafting.backend
+    requests = [world.request(n) for n in (20, 1, 7)]
+    backend.init_cuda_graph_state(3, 6)
+    static = drafting.batch(requests)
+    backend.init_forward_metadata_out_graph(static, in_capture=True)
+    tensors = {(i, about.layer_id): world.inputs(6, about) for i in range(2) for about in world.layers}
+
+    def layers() -> dict[tuple[int, int], Tensor]:
+        return {
+            (i, about.layer_id): step.forward_decode(*tensors[i, about.layer_id], about, static)
+            for i, step in enumerate(backend.attn_backends)
+            for about in world.layers
+        }
+
+    layers()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = layers()
+    for live in (requests, requests[:1], requests[1:]):
+        backend.init_forward_metadata_out_graph(drafting.batch(live))
+        graph.replay()
+        for (i, number), out in outs.items():
+            about = world.layers[number]
+            window = None if about.sliding_window_size <= 0 else about.sliding_window_size + 1
+            for z in range(2 * len(live)):
+                cached = world.truth[live[z // 2], number]
+                own = [tensors[step, number] for step in range(i + 1)]
+                keys = torch.cat([cached[0], *(k[z : z + 1] for _, k, _ in own)])
+                values = torch.cat([cached[1], *(v[z : z + 1] for _, _, v in own)])
+                want, _ = oracle.attention(own[i][0][z], keys, values, scale=about.scaling, window=window)
+                got = out.view(6, HEADS, about.v_head_dim)[z].double()
+                torch.testing.assert_close(got, want, **OUTPUT[torch.float32])

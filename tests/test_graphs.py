@@ -54,6 +54,14 @@ def test_a_graph_may_be_forgotten_while_another_is_captured() -> None:
         Server("plain", engine="triton", policy="seed", device=DEVICE, modes=["decode"])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_graph_is_captured_on_its_pools_device_whichever_is_current() -> None:
+    server = Server("window", engine="triton", policy="seed", device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    assert set(server.run(40)) == set(MODES)
+
+
 def captured(mode: str = "decode", pool: str = "plain", **options: object) -> tuple[Server, graphs.Graph]:
     server = Server(pool, engine=ENGINE, policy="seed", device=DEVICE, modes=[mode], **options)  # type: ignore[arg-type]
     return server, server.graphs[mode]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attnlab.checks import one_of, positive, require, tensor, whole
+from attnlab.checks import describe, one_of, positive, require, tensor, whole
 from attnlab.compat.sglang.arguments import INTEGERS
 from attnlab.spec import AttentionSpec, ScoreMod
 
@@ -152,6 +152,7 @@ class Given:
     rows: Tensor
     lens: Tensor
     total: int | None
+    longest: int | None
     prefix: Tensor | None
     prefix_total: int | None
     new: Tensor | None
@@ -166,22 +167,27 @@ class Given:
 
     @classmethod
     def of(cls, batch: Any) -> Given:
-        """Read a forward batch; nothing is read back from the device."""
-        reqs, spec, mode = whole("batch_size", batch.batch_size), getattr(batch, "spec_info", None), _mode(batch)
+        """Read a forward batch; nothing is read back from the device.
+
+        Where the host is told a total and the lengths too, and they disagree, the larger one sizes the lists.
+        """
+        reqs, spec, mode = whole("batch_size", batch.batch_size), getattr(batch, "spec_info", None), mode_of(batch)
+        lens = _on_host("seq_lens_cpu", getattr(batch, "seq_lens_cpu", None))
+        prefix = _on_host("extend_prefix_lens_cpu", getattr(batch, "extend_prefix_lens_cpu", None))
+        new = _on_host("extend_seq_lens_cpu", getattr(batch, "extend_seq_lens_cpu", None))
         indptr, indices = getattr(spec, "kv_indptr", None), getattr(spec, "kv_indices", None)
-        new_on_host = getattr(batch, "extend_seq_lens_cpu", None)
-        prefix_on_host = getattr(batch, "extend_prefix_lens_cpu", None)
         drafts = getattr(spec, "draft_token_num", None)
         return cls(
             mode=mode,
             reqs=reqs,
             rows=tensor("req_pool_indices", batch.req_pool_indices, shape=["reqs"], dtype=INTEGERS),
             lens=tensor("seq_lens", batch.seq_lens, shape=["reqs"], dtype=INTEGERS),
-            total=_total(getattr(batch, "seq_lens_sum", None), getattr(batch, "seq_lens_cpu", None)),
+            total=_most(getattr(batch, "seq_lens_sum", None), None if lens is None else sum(lens)),
+            longest=None if lens is None else max(lens, default=0),
             prefix=getattr(batch, "extend_prefix_lens", None),
-            prefix_total=_total(None, prefix_on_host),
+            prefix_total=_prefix_total(prefix, lens, new),
             new=getattr(batch, "extend_seq_lens", None),
-            most_new=None if new_on_host is None else max((int(n) for n in new_on_host), default=0),
+            most_new=None if new is None else max(new, default=0),
             out_loc=getattr(batch, "out_cache_loc", None),
             positions=getattr(batch, "positions", None),
             encoder=getattr(batch, "encoder_lens", None) is not None,
@@ -206,10 +212,6 @@ def write_mask_of(batch: Any) -> Tensor | None:
 
 def mode_of(batch: Any) -> Mode:
     """Return the mode of a forward batch."""
-    return _mode(batch)
-
-
-def _mode(batch: Any) -> Mode:
     mode = batch.forward_mode
     if mode.is_decode_or_idle():
         return "decode"
@@ -219,22 +221,37 @@ def _mode(batch: Any) -> Mode:
     return "draft extend" if drafts is not None and drafts() else "extend"
 
 
-def _total(total: Any, lens: Any) -> int | None:
-    """Return the tokens of all requests, if the host was told."""
-    if total is not None:
-        return int(total)
+def _on_host(name: str, lens: Any) -> list[int] | None:
+    """Return lengths that the host was told; None where it was not."""
     if lens is None:
         return None
-    require(
-        not isinstance(lens, Tensor) or lens.device.type == "cpu",
-        f"seq_lens_cpu: expected on the CPU, got {lens.device if isinstance(lens, Tensor) else lens}",
-    )
-    return int(sum(lens.tolist() if isinstance(lens, Tensor) else lens))
+    on_cpu = not isinstance(lens, Tensor) or lens.device.type == "cpu"
+    require(on_cpu, f"{name}: expected lengths on the CPU, got {describe(lens)}")
+    return [int(n) for n in (lens.tolist() if isinstance(lens, Tensor) else lens)]
+
+
+def _most(*totals: int | None) -> int | None:
+    """Return the largest number that is known."""
+    known = [int(n) for n in totals if n is not None]
+    return max(known) if known else None
+
+
+def _prefix_total(prefix: list[int] | None, lens: list[int] | None, new: list[int] | None) -> int | None:
+    """Return the cached tokens of an extend, where the host was told: as such, or as what the new ones leave."""
+    if prefix is None:
+        return None
+    left = None if lens is None or new is None else sum(lens) - sum(new)
+    return _most(sum(prefix), left)
+
+
+def radius_of(layer: Any) -> int:
+    """Return the radius of a layer's window, visible keys minus one; 0 where it has none."""
+    return _radius(getattr(layer, "sliding_window_size", None))
 
 
 def is_sliding(layer: Any) -> bool:
     """Whether a layer has a window."""
-    return _radius(getattr(layer, "sliding_window_size", None)) > 0
+    return radius_of(layer) > 0
 
 
 def scales_of(layer: Any) -> tuple[float, float]:
@@ -255,7 +272,7 @@ def attention_of(layer: Any, *, bidirectional: bool, has_sinks: bool, mod: Score
     kind = str(getattr(layer.attn_type, "value", layer.attn_type)).lower()
     cross = bool(getattr(layer, "is_cross_attention", False))
     causal = not cross and kind != "encoder_only" and not (kind == "decoder_bidirectional" and bidirectional)
-    radius, cap = _radius(getattr(layer, "sliding_window_size", None)), getattr(layer, "logit_cap", 0.0) or 0.0
+    radius, cap = radius_of(layer), getattr(layer, "logit_cap", 0.0) or 0.0
     temperature = getattr(layer, "xai_temperature_len", -1)
     return AttentionSpec(
         heads=layer.tp_q_head_num,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.checks import describe, last_axis_contiguous, number, own_memory, positive, require, tensor, whole
+from attnlab.checks import describe, last_axis_contiguous, member, number, own_memory, positive, require, tensor, whole
 from attnlab.compat.sglang.mods import modifier
 from attnlab.engines import Engine, engine_for
 from attnlab.mask import CAUSAL, CustomMask, Mask
@@ -144,8 +144,7 @@ def new_partials(lane: Lane, spec: AttentionSpec, *, queries: int = 1) -> Partia
 
 def check_rank(dcp_size: int, dcp_rank: int) -> None:
     """Raise unless `dcp_rank` is one of so many."""
-    last = positive("dcp_size", dcp_size) - 1
-    require(0 <= whole("dcp_rank", dcp_rank) <= last, f"dcp_rank: expected 0 to {last}, got {dcp_rank}")
+    member("dcp_rank", dcp_rank, positive("dcp_size", dcp_size), of=f"a group of {dcp_size}")
 
 
 # --- Attention --------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from attnlab.compat.sglang.adapt import (
     is_sliding,
     mode_of,
     output_of,
+    radius_of,
     scales_of,
     write_mask_of,
 )
@@ -49,7 +50,7 @@ class TritonAttnBackend:
 
     What the original reads from process-wide settings are arguments here, with its defaults. `device_core_count`: the
     multiprocessors that splits are counted with; None asks the device (0, as on a CPU: static splits). `engine` as in
-    the package's functions.
+    the package's functions. `kv_indptr_buf` is unread: a step has offsets of its own, or a graph's.
 
     Differs from the original: windows hold W + 1 keys in every mode (its decode holds W); sliding layers are split by
     their own lengths; a verify is split over its cached keys on every device, with a mask too, unless
@@ -89,7 +90,6 @@ class TritonAttnBackend:
         self.runner = runner = Runner.of(model_runner, tp_size=tp_size, hybrid_linear=hybrid_linear)
         self.engine = engine_for(engine, runner.device)
         self.skip_prefill = skip_prefill
-        self.kv_indptr_buf = kv_indptr_buf
         self.num_draft_tokens = speculative_num_draft_tokens
         self.split_kv_verify = split_kv_verify
         self.bidirectional = not runner.chunked_prefill and prefill_graph in ("off", "whole")
@@ -153,6 +153,11 @@ class TritonAttnBackend:
 
         Raises ValueError, with the bytes and what lowers them, where a GPU has not that much memory free.
         """
+        require(
+            self._graph is None or not self._graph.is_captured,
+            "init_cuda_graph_state: graphs have baked the buffers in that were made before; build a new backend",
+            RuntimeError,
+        )
         self._graph = GraphBuffers(
             runner=self.runner,
             splitting=self.splitting,
@@ -177,7 +182,10 @@ class TritonAttnBackend:
         """Do nothing: everything is filled outside of the graph."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Return the length that padded rows may have; 0 serves as well here."""
+        """Return the length that padded rows may have, the original's.
+
+        A 0 is served too, and is better: rows of 1 count as the shortest, by which the heuristic splits all others.
+        """
         return SEQ_LEN_FILL
 
     @property
@@ -224,7 +232,7 @@ class TritonAttnBackend:
         `q`, `k`, `v` are `[tokens, heads * dim]` or `[tokens, heads, dim]`.
         """
         step = self._planned()
-        q = _heads(q, layer.tp_q_head_num, layer.qk_head_dim)
+        q = _heads("q", q, layer.tp_q_head_num, layer.qk_head_dim)
         spec, aux = self._attention(layer, q, sinks, score_mod, aux_tensors)
         view, lane = self._view(layer), self._lane(step.reads, layer, spec)
         if not isinstance(lane, Lane) or step.mode != "decode":
@@ -242,7 +250,7 @@ class TritonAttnBackend:
             aux=aux,
         )
         if save_kv_cache:
-            self._store(step, layer, forward_batch, k, v)
+            self._store(step, layer, forward_batch, *self._rows(layer, q, k, v))
         self.engine.decode(call)
         return out.view(out.shape[0], spec.heads * spec.v_dim)
 
@@ -268,7 +276,7 @@ class TritonAttnBackend:
         queries = step.reads.queries
         if queries is None:
             raise ValueError(f"forward_extend: the step was planned for {step.mode}; call forward_decode")
-        q = _heads(q, layer.tp_q_head_num, layer.qk_head_dim)
+        q = _heads("q", q, layer.tp_q_head_num, layer.qk_head_dim)
         spec, aux = self._attention(layer, q, sinks, score_mod, aux_tensors)
         view, lane = self._view(layer), self._lane(step.reads, layer, spec)
         cross = bool(layer.is_cross_attention)
@@ -276,12 +284,16 @@ class TritonAttnBackend:
             (k is None) == (v is None),
             f"k, v: expected both, or None for both, got {describe(k)} and {describe(v)}",
         )
-        stored = k is not None and save_kv_cache
-        if stored:
-            self._store(step, layer, forward_batch, k, v)
+        new = None if k is None else self._rows(layer, q, k, v)
+        keys: Tensor | None = None
+        values: Tensor | None = None
+        if not cross and not step.reads.one_pass:  # whose lists hold all keys
+            if new is None:
+                keys, values = self._read(step, layer, forward_batch, q, view)
+            else:
+                keys, values = new[0], new[1][..., : spec.v_dim]
         out = _output(forward_batch, q, spec)
         queries = replace(queries, mask=CAUSAL) if cross else queries
-        keys, values = self._new(step, layer, forward_batch, q, k, v, spec, view)
         common: dict[str, Any] = {
             "layer": layer.layer_id,
             "spec": spec,
@@ -294,18 +306,22 @@ class TritonAttnBackend:
             "aux": aux,
             "batch_invariant": self.runner.deterministic,
         }
+        call: VerifyCall | ExtendCall
         if isinstance(lane, Lane) and not cross:
             rows = spec.group * queries.most
             partials = self._scratch(step, layer).partials(lane, rows=rows)
-            self.engine.verify(VerifyCall(**common, partials=partials, k=keys, v=values))
-        elif step.reads.one_pass and not cross:
-            require(
-                stored or k is None, "save_kv_cache: a deterministic extend reads new tokens from the pool; save them"
-            )
-            self.engine.extend(ExtendCall(**common, one_pass=True, k=None, v=None))
+            call = VerifyCall(**common, partials=partials, k=keys, v=values)
         else:
+            # In one pass the new tokens are read from the pool: from where they are stored here, or were by the caller.
             parts: Parts = "cached" if cross else "all"
-            self.engine.extend(ExtendCall(**common, one_pass=False, k=keys, v=values, parts=parts))
+            one_pass = step.reads.one_pass and not cross
+            call = ExtendCall(**common, one_pass=one_pass, k=keys, v=values, parts=parts)
+        if new is not None and save_kv_cache:
+            self._store(step, layer, forward_batch, *new)
+        if isinstance(call, VerifyCall):
+            self.engine.verify(call)
+        else:
+            self.engine.extend(call)
         return out.view(out.shape[0], spec.heads * spec.v_dim)
 
     # --- inside ---------------------------------------------------------------------------------------------------
@@ -353,6 +369,12 @@ class TritonAttnBackend:
                 reads.sliding is not None,
                 f"layer {layer.layer_id}: has a window, but the model runner's sliding_window_size is none",
             )
+            radius, listed = radius_of(layer), self.runner.window
+            require(
+                radius == listed,
+                f"layer {layer.layer_id}: sliding_window_size {radius}, the model runner's is {listed}, by which lists "
+                "are cut; a backend serves layers of one window",
+            )
             lane = reads.sliding if reads.sliding is not None else lane
         if lane.layout.sight == spec.sight:
             return lane
@@ -366,49 +388,53 @@ class TritonAttnBackend:
         loc = forward_batch.out_cache_loc if step.out_loc is None else step.out_loc
         return KVWriteLoc(loc, metadata.swa_out_cache_loc, metadata.out_cache_loc_full_physical)
 
-    def _store(self, step: Step, layer: Any, forward_batch: Any, k: Tensor | None, v: Tensor | None) -> None:
+    def _store(self, step: Step, layer: Any, forward_batch: Any, k: Tensor, v: Tensor) -> None:
+        loc = self._loc(step, forward_batch)
+        count = loc.loc.shape[0]
+        require(
+            count >= k.shape[0], f"out_cache_loc: expected a write slot for each of {k.shape[0]} tokens, got {count}"
+        )
+        self.runner.store(layer, loc, k, v, mask=write_mask_of(forward_batch))
+
+    def _rows(self, layer: Any, q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the new tokens' keys and values as `[tokens, heads, dim]`, one for every query; raise unless they fit.
+
+        What MLA passes as values may be as wide as its keys.
+        """
         if k is None or v is None:
             raise ValueError("k, v: expected the new tokens' keys and values, got None; pass save_kv_cache=False")
-        keys = _heads(k, layer.tp_k_head_num, layer.qk_head_dim)
-        values = _rows(v, layer.tp_k_head_num)
-        mask = write_mask_of(forward_batch)
-        self.runner.store(layer, self._loc(step, forward_batch), keys, values, mask=mask)
+        heads = layer.tp_k_head_num
+        width = v.shape[-1] // (heads if v.dim() == 2 else 1)
+        rows = _heads("k", k, heads, layer.qk_head_dim), _heads("v", v, heads, width)
+        fits = width == layer.v_head_dim or (self.runner.mla and width > layer.v_head_dim)
+        require(fits, f"v: expected values of {layer.v_head_dim} columns, as layer {layer.layer_id} has, got {width}")
+        for name, x in zip("kv", rows, strict=True):
+            if layer.is_cross_attention:  # whose keys are an encoder's tokens
+                continue
+            require(
+                x.shape[0] == q.shape[0], f"{name}: expected a row for each of {q.shape[0]} queries, got {x.shape[0]}"
+            )
+        return rows
 
-    def _new(
-        self,
-        step: Step,
-        layer: Any,
-        forward_batch: Any,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        spec: AttentionSpec,
-        view: KVView,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the new tokens' keys and values: those given, or what the pool holds for them."""
-        if layer.is_cross_attention or step.reads.one_pass:
-            return None, None
-        if k is not None and v is not None:
-            values = _rows(v, spec.kv_heads)[..., : spec.v_dim]
-            return _heads(k, spec.kv_heads, spec.qk_dim), values
+    def _read(self, step: Step, layer: Any, forward_batch: Any, q: Tensor, view: KVView) -> tuple[Tensor, Tensor]:
+        """Return what the pool holds for the new tokens."""
         loc = self._loc(step, forward_batch)
         own = loc.swa_loc if is_sliding(layer) and loc.swa_loc is not None else loc.full_loc
         return read_back(view, (loc.loc if own is None else own).long(), q.dtype)
 
 
-def _heads(x: Tensor, heads: int, dim: int) -> Tensor:
+def _heads(name: str, x: Tensor, heads: int, dim: int) -> Tensor:
     """Return `[tokens, heads, dim]` of a tensor that has heads and dimension in one axis, or in two."""
-    tensor("q, k", x, shape=["tokens", heads, dim] if x.dim() == 3 else ["tokens", heads * dim])
+    tensor(name, x, shape=["tokens", heads, dim] if x.dim() == 3 else ["tokens", heads * dim])
     return x if x.dim() == 3 else x.view(x.shape[0], heads, dim)
-
-
-def _rows(v: Tensor, heads: int) -> Tensor:
-    """Return values as `[tokens, heads, dim]`; what MLA passes as such may be as wide as its keys."""
-    return v if v.dim() == 3 else v.view(v.shape[0], heads, v.shape[1] // heads)
 
 
 def _output(forward_batch: Any, q: Tensor, spec: AttentionSpec) -> Tensor:
     """Return the batch's own buffer for the output, or a new one; rows that no query has come out as 0."""
     given = output_of(forward_batch)
     shape = (q.shape[0], spec.heads, spec.v_dim)
-    return q.new_zeros(shape) if given is None else given.view(shape)
+    if given is None:
+        return q.new_zeros(shape)
+    wanted = shape[0] * shape[1] * shape[2]
+    require(given.numel() == wanted, f"_attn_output: expected {list(shape)}, got {describe(given)}")
+    return given.view(shape)

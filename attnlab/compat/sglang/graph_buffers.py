@@ -44,10 +44,10 @@ class GraphBuffers:
         bs, tokens = positive("max_bs", max_bs), positive("max_num_tokens", max_num_tokens)
         require(tokens >= bs, f"max_num_tokens: expected at least max_bs {bs}, got {tokens}")
         self.runner, device = runner, runner.device
-        context = runner.context_len
-        entries = {"kv_indices": 0 if kv_indices is not None else tokens * context, "window_kv_indices": 0}
+        context, columns = runner.context_len, runner.table.shape[1]
+        entries = {"kv_indices": 0 if kv_indices is not None else tokens * columns, "window_kv_indices": 0}
         if runner.window:
-            entries["window_kv_indices"] = tokens * min(runner.window + 1, context)
+            entries["window_kv_indices"] = tokens * min(runner.window + 1, columns)
         self.drafts = None if runner.is_draft or not drafts else drafts
         bits = 0 if self.drafts is None else bs * self.drafts * (context + self.drafts)
         dims = (runner.v_dim, runner.sliding_v_dim)
@@ -95,7 +95,13 @@ class GraphBuffers:
             "forward_mode: a CUDA graph serves decode, target verify and draft-extend, got extend",
         )
         each = 1 if given.mode == "decode" else maker.each(given)
+        known = in_capture or given.draft_new is not None or given.new is not None
+        require(
+            given.mode != "draft extend" or known,
+            "extend_seq_lens: expected how many tokens each request has new, got None, which a capture alone may have",
+        )
         if in_capture:
+            self._check_captured(given, each)
             key = _Captured(mode=given.mode, reqs=given.reqs, each=each, masked=self._reads_mask(given))
         else:
             key = self._found(given, each)
@@ -105,6 +111,25 @@ class GraphBuffers:
             return made
         copy_plan(first.reads, made.reads)
         return replace(made, reads=first.reads)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a graph has baked these buffers in."""
+        return bool(self._captured)
+
+    def _check_captured(self, given: Given, each: int) -> None:
+        """Raise ValueError where a step to be captured has more query tokens, or drafts, than there is memory for."""
+        room, drafts = self.buffers["num_kv_splits"].shape[0], self.drafts
+        require(
+            given.reqs * each <= room,
+            f"batch_size: {given.reqs} requests x {each} query tokens, init_cuda_graph_state was given max_num_tokens "
+            f"{room}",
+        )
+        require(
+            given.mode != "verify" or drafts is None or each <= drafts,
+            f"draft_token_num: {each} drafts a request, the mask's buffer was made for {drafts}, "
+            "speculative_num_draft_tokens",
+        )
 
     def _reads_mask(self, given: Given) -> bool:
         """Whether a captured verify reads a mask: where there is memory for one, so that trees can come later."""

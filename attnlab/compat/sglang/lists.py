@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnlab.checks import require
+from attnlab.checks import require, tensor
 from attnlab.compat.sglang.adapt import Runner, Translate
-from attnlab.compat.sglang.arguments import kv_index
+from attnlab.compat.sglang.arguments import INTEGERS, kv_index
 from attnlab.compat.sglang.indices import create_flashinfer_kv_indices_triton, update_sliding_window_buffer
 from attnlab.compat.sglang.memory import Memory
 from attnlab.engines import Engine
@@ -81,6 +81,18 @@ class ListMaker:
         start.copy_(lens - lens.clamp(max=width))
         return Lists(indptr=indptr, slots=slots, start=start, window=self.runner.window + 1)
 
+    def given(self, indptr: Tensor, slots: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+        """Return lists as a batch brings them; for a graph in its own buffers, as theirs are the caller's."""
+        tensor("spec_info.kv_indptr", indptr, shape=["rows + 1"], dtype=INTEGERS)
+        tensor("spec_info.kv_indices", slots, shape=["slots"], dtype=INTEGERS)
+        if not memory.fixed:
+            return indptr, slots
+        offsets = memory.take("kv_indptr", indptr.shape[0], torch.int32)
+        offsets.copy_(indptr)
+        own = memory.slots("kv_indices", slots.shape[0])
+        own[: slots.shape[0]].copy_(slots)
+        return offsets, own
+
     def tails(self, indptr: Tensor, slots: Tensor, width: int, memory: Memory) -> Lists | None:
         """Return the last `width` entries of lists that are given in the table's slots; None without a window."""
         if not self.runner.window:
@@ -113,8 +125,11 @@ class ListMaker:
             ("swa_out_cache_loc", self.runner.sliding),
             ("out_cache_loc_full_physical", self.runner.physical),
         ):
-            if loc is None or way is None:
+            if way is None or (loc is None and not memory.fixed):
                 found.append(None)
+                continue
+            if loc is None:  # a graph must not find an earlier step's slots
+                found.append(memory.take(name, tokens, torch.int64))
                 continue
             count = max(tokens, loc.shape[0]) if not memory.fixed else tokens
             require(

@@ -76,8 +76,8 @@ class Fixed:
         return buffer[:count]
 
     def slots(self, name: str, count: int) -> Tensor:
-        """Return a whole buffer, as it is. How many slots a list has may be known to the device alone."""
-        return self.buffers[name]
+        """Return a whole buffer, as it is. ValueError where it is too short for `count`, the most a list may have."""
+        return self._long_enough(name, count)
 
     def scratch(self, tokens: int, *, sliding: bool) -> Scratch:
         """Return the one scratch of that value dimension."""

@@ -56,7 +56,7 @@ class Reads:
 class Draft:
     """One step's lists of multi-step drafting: a row a branch, in the table's slots, which are not translated yet.
 
-    `counts` are the splits that all steps share; `lens` the requests' cached tokens; `out_loc` where the step writes.
+    `counts` are the splits that all steps share; `out_loc` is where the step writes, None where its own batch says.
     """
 
     indptr: Tensor
@@ -96,7 +96,10 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
-    """A planned step: the record, what engines read, scratch, and where new tokens go if the batch does not say."""
+    """A planned step: the record, what engines read, scratch; `out_loc`, where given, is where new tokens go.
+
+    It then stands for the batch's own write slots.
+    """
 
     mode: str
     metadata: ForwardMetadata

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from attnlab.compat.sglang.backend import TritonAttnBackend
 from attnlab.compat.sglang.drafts import draft_kv_indices_buffer_width, generate_draft_decode_kv_indices
 from attnlab.compat.sglang.lists import padded
 from attnlab.compat.sglang.metadata import Draft
+from attnlab.plan.draft import draft_room
 
 
 class TritonMultiStepDraftBackend:
@@ -37,12 +39,13 @@ class TritonMultiStepDraftBackend:
         self.kv_indptr = torch.zeros(
             speculative_num_steps, rows + 1, dtype=torch.int32, device=self.req_to_token.device
         )
+        signature(TritonAttnBackend).bind(model_runner, **options)  # also where no step needs a backend
         self.attn_backends = [
             TritonAttnBackend(model_runner, skip_prefill=True, kv_indptr_buf=self.kv_indptr[i], **options)
             for i in range(speculative_num_steps - 1)
         ]
         self._graph: tuple[Tensor, Tensor] | None = None
-        self._captured: set[int] = set()
+        self._captured: dict[int, bool] = {}  # by requests: whether the batch brought write slots
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan all steps of a draft that runs as it comes: each has lists of its own."""
@@ -69,6 +72,11 @@ class TritonMultiStepDraftBackend:
             max_num_tokens >= branches,
             f"max_num_tokens: expected at least {branches} branches, {max_bs} x {self.topk}, got {max_num_tokens}",
         )
+        require(
+            not self._captured,
+            "init_cuda_graph_state: graphs have baked the buffers in that were made before; build a new backend",
+            RuntimeError,
+        )
         width = draft_kv_indices_buffer_width(max_bs, self.topk, self.max_context_len)
         slots = torch.zeros(steps, width, dtype=torch.int64, device=device)
         counts = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
@@ -86,10 +94,11 @@ class TritonMultiStepDraftBackend:
             raise RuntimeError("graph: there are no buffers yet; call init_cuda_graph_state(max_bs, max_num_tokens)")
         slots, counts = self._graph
         given = self._given(forward_batch)
-        if in_capture:
-            self._captured.add(given.reqs)
-        given = self._padded(given)
+        if not in_capture:
+            given = self._padded(given)
         self._plan(given, slots, self.kv_indptr, counts, graph=True, in_capture=in_capture)
+        if in_capture:
+            self._captured[given.reqs] = given.out_loc is not None
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Pass the hook on to every step's backend."""
@@ -109,13 +118,23 @@ class TritonMultiStepDraftBackend:
             f"batch_size: captured were drafts of {sorted(self._captured)} requests, got {given.reqs}",
         )
         reqs = min(large)
-        missing = (reqs - given.reqs) * self.topk * self.speculative_num_steps
+        came, baked = given.out_loc is not None, self._captured[reqs]
+        require(
+            came == baked,
+            f"out_cache_loc: the step was captured {'with' if baked else 'without'} write slots, this batch comes "
+            f"{'with' if came else 'without'}; both must be alike",
+        )
+        locations = None
+        if given.out_loc is not None:
+            full = reqs * self.topk * self.speculative_num_steps
+            live = self._checked_slots(given.out_loc, given.reqs, full)
+            locations = torch.nn.functional.pad(live, (0, full - live.shape[0]))
         return replace(
             given,
             reqs=reqs,
             rows=padded(given.rows, given.reqs, reqs),
             lens=padded(given.lens, given.reqs, reqs),
-            out_loc=None if given.out_loc is None else torch.nn.functional.pad(given.out_loc, (0, missing)),
+            out_loc=locations,
         )
 
     def _plan(
@@ -127,6 +146,7 @@ class TritonMultiStepDraftBackend:
             branches < indptr.shape[1],
             f"batch_size: {seqs} requests x {topk} branches, the buffers have room for {indptr.shape[1] - 1} branches",
         )
+        self._check_columns(given)
         lens = given.lens[:seqs]
         if seqs:
             generate_draft_decode_kv_indices[(steps, seqs, topk)](
@@ -156,12 +176,36 @@ class TritonMultiStepDraftBackend:
             )
             backend.init_draft_step(given, draft, graph=graph, in_capture=in_capture)
 
+    def _check_columns(self, given: Given) -> None:
+        """Raise ValueError where the host knows of drafts that would lie beyond the table's columns."""
+        width, longest = self.req_to_token.shape[1], given.longest or 0
+        room = {"topk": self.topk, "steps": self.speculative_num_steps, "page_size": self.page_size}
+        ends = longest + draft_room(longest, **room)
+        require(
+            longest == 0 or ends <= width,
+            f"seq_lens: a request of {longest:,} tokens, whose drafts end at column {ends:,}, req_to_token has "
+            f"{width:,} columns",
+        )
+
     def _write_slots(self, given: Given, branches: int) -> Tensor | None:
-        """Return the slots that drafts are written to, `[branches, steps]`; None where the batch brings none yet."""
-        loc, wanted = given.out_loc, branches * self.speculative_num_steps
-        if loc is None or loc.shape[0] != wanted:
+        """Return the slots that drafts are written to, `[branches, steps]`; None where the batch brings none yet.
+
+        Each step's own then come with the batch of that step.
+        """
+        if given.out_loc is None:
             return None
+        loc = self._checked_slots(given.out_loc, given.reqs, branches * self.speculative_num_steps)
         return loc.view(branches, self.speculative_num_steps)
+
+    def _checked_slots(self, loc: Tensor, reqs: int, padded_to: int) -> Tensor:
+        """Return write slots if they are those of `reqs` requests, or of as many as were captured."""
+        live = reqs * self.topk * self.speculative_num_steps
+        require(
+            loc.dim() == 1 and loc.shape[0] in (live, padded_to),
+            f"out_cache_loc: expected {live} write slots, {reqs} requests x {self.topk} branches x "
+            f"{self.speculative_num_steps} steps, got {list(loc.shape)}; or None, where each step brings its own",
+        )
+        return loc
 
 
 def _power_of_2(n: int) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnlab.checks import positive, require, tensor
 from attnlab.compat.sglang.adapt import Given, Runner
-from attnlab.compat.sglang.arguments import split_lane
+from attnlab.compat.sglang.arguments import INTEGERS, split_lane
 from attnlab.compat.sglang.lists import ListMaker, Lists, padded, translate
 from attnlab.compat.sglang.memory import Memory
 from attnlab.compat.sglang.metadata import Draft, ForwardMetadata, Reads, Step
@@ -47,6 +47,7 @@ class StepMaker:
         `draft`: one step of several whose lists were made at once. `masked`: a verify reads a mask, a causal one where
         the batch brings none.
         """
+        self._check_columns(given)
         match given.mode:
             case "decode":
                 return self._decode(given, memory, reqs, draft)
@@ -54,6 +55,12 @@ class StepMaker:
                 return self._verify(given, memory, reqs, masked)
             case _:
                 return self._extend(given, memory, reqs)
+
+    def _check_columns(self, given: Given) -> None:
+        """Raise ValueError where the host knows of a request that is longer than the table is wide."""
+        width = self.runner.table.shape[1]
+        longest = given.longest or 0
+        require(longest <= width, f"seq_lens: a request of {longest:,} tokens, req_to_token has {width:,} columns")
 
     def each(self, given: Given) -> int:
         """Return the query tokens of a request in a verify, or in a graph's draft-extend."""
@@ -77,7 +84,12 @@ class StepMaker:
             full = Lists(indptr=draft.indptr, slots=draft.indices, start=torch.zeros_like(draft.indptr[1:]))
             counts = draft.counts
         elif given.lists is not None:  # as they are
-            indptr, indices = given.lists
+            require(
+                not self.runner.window or self.runner.physical is None,
+                "spec_info.kv_indices: lists of one id space, but layers with a window are read in another one than "
+                "those without; draft with TritonMultiStepDraftBackend, which has lists for both",
+            )
+            indptr, indices = lists.given(*given.lists, memory)
             window = lists.tails(indptr, indices, width, memory)
             full = Lists(indptr=indptr, slots=indices, start=torch.zeros_like(indptr[1:]).int())
         else:
@@ -86,7 +98,7 @@ class StepMaker:
         branches = full.indptr.shape[0] - 1
         if counts is None:
             counts = memory.take("num_kv_splits", branches, torch.int32)
-            self.splitting.fill(counts, lens)
+            self.splitting.fill(counts, lens if given.lists is None else given.lens[: given.reqs])
         loc = given.out_loc
         if draft is not None:
             loc = out_loc = None if draft.out_loc is None else memory.take("out_cache_loc", branches, torch.int64)
@@ -264,30 +276,36 @@ class StepMaker:
             return None
         new = torch.full_like(prefix, each, dtype=torch.int32)
         if given.mask is None:
-            buffer = memory.slots("custom_mask", 0)
+            buffer = memory.slots("custom_mask", prefix.shape[0] * each * each)
             self.engine.ops.write_causal(buffer, offsets, new, prefix.int() + new, most=each)
             return buffer
         tensor("custom_mask", given.mask, shape=["pairs"], dtype=(torch.uint8, torch.bool), device=prefix.device)
         bits = given.mask.contiguous().view(torch.uint8)
         if not memory.fixed:
+            # Of lengths that the device alone knows, there are at least the drafts among themselves.
+            least = each * ((given.total or 0) + given.reqs * each)
+            require(
+                bits.shape[0] >= least,
+                f"custom_mask: expected at least {least:,} bytes, drafts x (cached + drafts) of each request, got "
+                f"{bits.shape[0]:,}",
+            )
             return bits
-        buffer = memory.slots("custom_mask", bits.shape[0])
-        live = bits.shape[0]
-        require(
-            live <= buffer.shape[0],
-            f"custom_mask: expected at most the {buffer.shape[0]:,} bytes of the graph's buffer, got {live:,}",
-        )
-        if bits.data_ptr() != buffer.data_ptr():
+        buffer, live = memory.slots("custom_mask", bits.shape[0]), bits.shape[0]
+        if bits.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
             buffer[:live].copy_(bits)
+        else:
+            at_front = bits.data_ptr() == buffer.data_ptr()
+            require(
+                at_front, "custom_mask: lies in verify_mask.buffer, but not at its beginning; fill it from the front"
+            )
         return buffer
 
     def _positions(self, given: Given, memory: Memory, prefix: Tensor, indptr: Tensor, tokens: int) -> Tensor:
         """Return where drafts stand: where the batch says, as in a tree siblings share a position; else in a row."""
         behind = positions_behind(prefix.int(), indptr, tokens=tokens)
-        known = given.positions
-        if known is None or known.dim() != 1 or known.shape[0] > tokens:
-            return behind
-        behind[: known.shape[0]] = known.int()
+        if given.positions is not None:
+            known = tensor("positions", given.positions, shape=["tokens"], dtype=INTEGERS)[:tokens]
+            behind[: known.shape[0]] = known.int()
         return behind
 
 
