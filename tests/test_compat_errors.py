@@ -348,7 +348,7 @@ def test_a_rank_that_the_group_has_not_is_refused() -> None:
         sglang.get_dcp_lens(torch.tensor([3]), 4, 4)
     with pytest.raises(TypeError, match="lens: expected .* int32 or int64"):
         sglang.get_dcp_lens(torch.tensor([3.0]), 4, 1)
-    with pytest.raises(ValueError, match="dcp_rank: expected 0 to 1, got 2"):
+    with pytest.raises(ValueError, match="dcp_rank: a group of 2 has dcp_ranks 0 to 1, got 2"):
         sglang.create_triton_kv_indices_for_dcp_triton[(2,)](**gather_args(), dcp_size=2, dcp_rank=2, engine=ENGINE)
 
 
