@@ -264,11 +264,13 @@ class AttentionBackend:
             parts=parts,
             batch_invariant=self.deterministic,
         )
+        if self.tracer is not None:
+            self.tracer.check_queries(layer, call.queries)
         if save and k is not None:
             self.pool.store(spec.pool_layer, lane.write_slots, k, None if view.v_in_k else v)
         self.engine.extend(call)
         if self.tracer is not None:
-            self.tracer.passed(layer, "extend")
+            self.tracer.attended(call)
         return call.out
 
     @torch.no_grad()
@@ -317,11 +319,13 @@ class AttentionBackend:
             aux=aux,
             batch_invariant=self.deterministic,
         )
+        if self.tracer is not None:
+            self.tracer.check_queries(layer, call.queries)
         if save and k is not None:
             self.pool.store(spec.pool_layer, lane.write_slots, k, None if view.v_in_k else v)
         self.engine.verify(call)
         if self.tracer is not None:
-            self.tracer.passed(layer, "verify")
+            self.tracer.attended(call)
         return call.out
 
     def forward(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, plan: Plan, **options: Any) -> Tensor:

@@ -27,7 +27,7 @@ from attnlab.kernels.target import Target, launching_on
 from attnlab.plan.call import DecodeCall
 from attnlab.plan.extend_call import ExtendCall, VerifyCall
 from attnlab.plan.ops import PlanOps
-from attnlab.spec import AttentionSpec
+from attnlab.plan.score_call import ScoreCall
 
 
 class Engine(Protocol):
@@ -59,11 +59,8 @@ class Engine(Protocol):
     def verify(self, call: VerifyCall) -> None:
         """Attend for every draft to every segment of the schedule, merge, and attend to the drafts, into `call.out`."""
 
-    def scores(self, call: DecodeCall, spec: AttentionSpec, *, requests: Tensor, max_keys: int) -> Tensor:
-        """Return what the score pipeline of `spec` makes of a call's keys, `[rows, heads, max_keys]` fp32.
-
-        `requests [rows]` int32 says whose; beyond a request's keys there is -inf.
-        """
+    def scores(self, call: ScoreCall) -> Tensor:
+        """Return what the score pipeline makes of some queries, `[rows, heads, keys]` fp32."""
 
 
 class EagerEngine:
@@ -108,9 +105,9 @@ class EagerEngine:
         eager_verify.verify_split(call)
         eager_verify.verify_merge(call)
 
-    def scores(self, call: DecodeCall, spec: AttentionSpec, *, requests: Tensor, max_keys: int) -> Tensor:
+    def scores(self, call: ScoreCall) -> Tensor:
         """Return scores in torch."""
-        return eager_scores.decode_scores(call, spec, requests=requests, max_keys=max_keys)
+        return eager_scores.scores(call)
 
 
 class TritonEngine:
@@ -177,10 +174,10 @@ class TritonEngine:
             triton_verify.verify_split(call, target=self.target)
             triton_verify.verify_merge(call, target=self.target)
 
-    def scores(self, call: DecodeCall, spec: AttentionSpec, *, requests: Tensor, max_keys: int) -> Tensor:
+    def scores(self, call: ScoreCall) -> Tensor:
         """Launch the score kernel."""
         with launching_on(self.device):
-            return triton_scores.decode_scores(call, spec, requests=requests, max_keys=max_keys, target=self.target)
+            return triton_scores.scores(call, target=self.target)
 
 
 ENGINES: dict[str, type[EagerEngine] | type[TritonEngine]] = {"eager": EagerEngine, "triton": TritonEngine}

@@ -17,21 +17,24 @@ from safetensors import safe_open
 from safetensors.numpy import save
 from torch import Tensor
 
-from attnlab.checks import number, one_of, positive, require, tensor
+from attnlab.checks import member, number, one_of, positive, require, tensor
 from attnlab.files import place, write_whole
 from attnlab.plan.call import DecodeCall
-from attnlab.plan.plans import Lane
+from attnlab.plan.extend_call import ExtendCall, VerifyCall
+from attnlab.plan.plans import Lane, Queries
 from attnlab.plan.schedule import SEGMENT
 from attnlab.plan.splits import check_ranges
 
+Mode = Literal["decode", "extend", "verify"]
 Stage = Literal["raw", "scaled", "capped", "masked", "weights"]
 Reduce = Literal["max", "sum", "logsumexp"]
+MODES: tuple[Mode, ...] = ("decode", "extend", "verify")
 STAGES: tuple[Stage, ...] = ("raw", "scaled", "capped", "masked", "weights")
 """What a score goes through: the dot product, times the scale, capped (tempered and modified too), masked, softmax."""
 _OF_SCORES: tuple[Reduce, ...] = ("max", "logsumexp")
 REDUCTIONS: dict[str, tuple[Reduce, ...]] = {**dict.fromkeys(STAGES, _OF_SCORES), "weights": ("sum", "max")}
 """How the keys of a bin become one number, by stage; the first is the default. Weights add up, scores do not."""
-FORMAT = 3
+FORMAT = 4
 MOST_HEADER = 90_000_000
 """Bytes of JSON: safetensors reads no header of more than 100 million, the names of tensors included."""
 
@@ -46,19 +49,23 @@ class Tracer(Protocol):
     def decoded(self, call: DecodeCall) -> None:
         """Look at a call. It must not change a tensor."""
 
-    def passed(self, layer: int, mode: str) -> None:
-        """Hear of a call of several queries a request, "extend" or "verify", which is not looked at."""
+    def check_queries(self, layer: int, queries: Queries) -> None:
+        """Raise ValueError where what is to be recorded of a step of several queries a request is not in it."""
+
+    def attended(self, call: ExtendCall | VerifyCall) -> None:
+        """Look at a call of several queries a request. It must not change a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoreTrace:
-    """One request's scores at one stage. `values` is `[heads, bins]` fp32; bin i holds keys `edges[i]` to `edges[i
-    + 1]`.
+    """One query's scores at one stage. `values` is `[heads, bins]` fp32; bin i holds keys `edges[i]` to `edges[i + 1]`.
 
-    `heads` are query head numbers; `reduce` says how the keys of a bin became one number (`max`, `sum`, `logsumexp`).
+    `query` is its number among the request's new tokens, of which a decode has one. `heads` are query head numbers;
+    `reduce` says how the keys of a bin became one number (`max`, `sum`, `logsumexp`).
     """
 
     request: int
+    query: int
     stage: Stage
     reduce: Reduce
     heads: tuple[int, ...]
@@ -80,18 +87,24 @@ class ScoreTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CallTrace:
-    """One recorded decode call. Lists run over requests.
+    """One recorded call.
 
-    `ranges` are the split ranges; `start` is the position of the first key, `q_pos` that of the query. `partial_lse[r]`
-    is `[splits, heads]` and `partial_out[r]` `[splits, heads, v_dim]`, natural log and normalised; `lse` is `[reqs,
-    heads]` without sinks. `times`, where programs noted them, is `[segments, head tiles, 3]` int64: multiprocessor,
-    start and end in nanoseconds of the device's clock, 0 for a program that did not run; what each one read stands in
-    the schedule's `segments [segments, 5]`. `texts` say which of the trace's `tokens` are each request's, None: none of
+    Lists over requests: `ranges` are those of the keys as programs took them, of a verify the last one its drafts, of
+    an extend a single one; `nominal` is how many were asked for; `start` is the position of the first key. Lists over
+    rows, the queries that were looked at: `rows` are (request, number among its new tokens), `q_pos` their positions,
+    `own` which of the request's keys is theirs; `lse` is `[rows, heads]` without sinks, `out`, where kept, `[rows,
+    heads, v_dim]` fp32. A decode has a row for every request.
+
+    `partial_lse[r]` is `[splits, heads]` and `partial_out[r]` `[splits, heads, v_dim]`, natural log and normalised, of
+    decodes alone. `times`, where programs noted them, is `[segments, head tiles, 3]` int64: multiprocessor, start and
+    end in nanoseconds of the device's clock, 0 for a program that did not run; what each one read stands in the
+    schedule's `segments [segments, 5]`. `texts` say which of the trace's `tokens` are each request's, None: none of
     them; empty: the first are the first's, and so on. `tokens` are these texts, where the trace put them here. Parts
     that were not asked for are empty.
     """
 
     layer: int
+    mode: Mode
     policy: str
     heads: int
     kv_heads: int
@@ -104,8 +117,11 @@ class CallTrace:
     ranges: tuple[tuple[tuple[int, int], ...], ...]
     nominal: tuple[int, ...]
     start: tuple[int, ...]
+    rows: tuple[tuple[int, int], ...]
     q_pos: tuple[int, ...]
+    own: tuple[int, ...]
     lse: Tensor
+    out: Tensor | None = None
     partial_lse: tuple[Tensor, ...] = ()
     partial_out: tuple[Tensor, ...] = ()
     scores: tuple[ScoreTrace, ...] = ()
@@ -121,25 +137,60 @@ class CallTrace:
         number("scale", self.scale, positive=False)
         check_ranges(self.ranges, self.lens, policy=self.policy, max_ranges=None)
         reqs = len(self.ranges)
-        for name in ("nominal", "start", "q_pos"):
+        one_of("mode", self.mode, MODES)
+        for name in ("nominal", "start"):
             got = len(getattr(self, name))
             require(got == reqs, f"{name}: expected a number for each of {reqs} requests, got {got}")
+        self._check_rows(reqs)
         require(len(self.texts) in (0, reqs), f"texts: expected those of {reqs} requests or none, got {self.texts}")
-        tensor("lse", self.lse, shape=[reqs, self.heads], dtype=torch.float32)
         self._check_partials(reqs)
+        lens = self.lens
         for score in self.scores:
-            require(0 <= score.request < reqs, f"request: expected 0 to {reqs - 1}, got {score.request}")
+            self.row(score.request, score.query)
             known = all(0 <= head < self.heads for head in score.heads)
             require(known, f"heads: expected 0 to {self.heads - 1}, got {score.heads}")
-            keys = self.lens[score.request]
-            require(score.edges[-1] == keys, f"edges: expected the {keys} keys of a request, got {score.edges[-1]}")
+            keys = lens[score.request]
+            fits = score.edges[-1] == keys if self.mode == "decode" else score.edges[-1] <= keys
+            require(fits, f"edges: expected the {keys} keys of a request, got {score.edges[-1]}")
         require((self.times is None) == (self.segments is None), "times: they come with the segments that were timed")
         if self.times is not None:
             tensor("segments", self.segments, shape=["segments", len(SEGMENT)], dtype=torch.int32)
             tensor("times", self.times, shape=[len(self.times), "head tiles", 3], dtype=torch.int64)
 
+    def _check_rows(self, reqs: int) -> None:
+        """Check what runs over rows."""
+        count = len(self.rows)
+        for name in ("q_pos", "own"):
+            got = len(getattr(self, name))
+            require(got == count, f"{name}: expected a number for each of {count} rows, got {got}")
+        known = all(0 <= request < reqs and query >= 0 for request, query in self.rows)
+        require(known, f"rows: expected requests 0 to {reqs - 1} and queries from 0 on, got {self.rows[:8]}")
+        require(len(set(self.rows)) == count, f"rows: expected each query once, got {self.rows[:8]}")
+        every = tuple((request, 0) for request in range(reqs))
+        require(
+            self.mode != "decode" or self.rows == every, f"rows: a decode has one a request, in order; got {self.rows}"
+        )
+        tensor("lse", self.lse, shape=[count, self.heads], dtype=torch.float32)
+        if self.out is not None:
+            tensor("out", self.out, shape=[count, self.heads, "v_dim"], dtype=torch.float32)
+
+    def row(self, request: int, query: int | None) -> int:
+        """Return the row of a request's query; None: the only one that was recorded of it.
+
+        Raises ValueError with those that were.
+        """
+        member("request", request, len(self.ranges), of=f"the call of layer {self.layer}")
+        found = [i for i, (r, n) in enumerate(self.rows) if r == request and query in (None, n)]
+        if len(found) == 1:
+            return found[0]
+        known = ", ".join(str(n) for r, n in self.rows if r == request) or "none"
+        raise ValueError(
+            f"query: of request {request}, layer {self.layer} has recorded queries {known}, got {query!r}; name one"
+        )
+
     def _check_partials(self, reqs: int) -> None:
         for name, parts in (("partial_lse", self.partial_lse), ("partial_out", self.partial_out)):
+            require(not parts or self.mode == "decode", f"{name}: kept of decodes alone, got those of {self.mode!r}")
             require(len(parts) in (0, reqs), f"{name}: expected those of {reqs} requests or none, got {len(parts)}")
             for r, x in enumerate(parts):
                 shape: tuple[int | str, ...] = (len(self.ranges[r]), self.heads)
@@ -166,6 +217,8 @@ class CallTrace:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield "lse", self.lse
+        if self.out is not None:
+            yield "out", self.out
         for name, parts in (("partial_lse", self.partial_lse), ("partial_out", self.partial_out)):
             yield from ((f"{name}.{r}", x) for r, x in enumerate(parts))
         yield from ((f"scores.{i}", s.values) for i, s in enumerate(self.scores))
@@ -257,10 +310,22 @@ class Trace:
 
 
 _PLAIN = (
-    *("layer", "policy", "heads", "kv_heads", "scale", "softcap", "temperature_len", "mod", "has_sinks", "page_size"),
-    *("ranges", "nominal", "start", "q_pos", "texts"),
+    *(
+        "layer",
+        "mode",
+        "policy",
+        "heads",
+        "kv_heads",
+        "scale",
+        "softcap",
+        "temperature_len",
+        "mod",
+        "has_sinks",
+        "page_size",
+    ),
+    *("ranges", "nominal", "start", "rows", "q_pos", "own", "texts"),
 )
-_SCORE_PLAIN = ("request", "stage", "reduce", "heads")
+_SCORE_PLAIN = ("request", "query", "stage", "reduce", "heads")
 
 
 def _call_document(call: CallTrace) -> dict[str, Any]:
@@ -271,6 +336,7 @@ def _call_document(call: CallTrace) -> dict[str, Any]:
             {**{name: getattr(score, name) for name in _SCORE_PLAIN}, "edges": _edges_document(score.edges)}
             for score in call.scores
         ],
+        "out": call.out is not None,
         "times": call.times is not None,
     }
 
@@ -304,6 +370,7 @@ def _call_of(row: dict[str, Any], i: int, tensors: dict[str, Tensor]) -> CallTra
     scores = enumerate(row["scores"])
     return CallTrace(
         layer=index(row["layer"]),
+        mode=row["mode"],
         policy=str(row["policy"]),
         heads=row["heads"],
         kv_heads=row["kv_heads"],
@@ -316,9 +383,12 @@ def _call_of(row: dict[str, Any], i: int, tensors: dict[str, Tensor]) -> CallTra
         ranges=tuple(tuple((index(a), index(b)) for a, b in mine) for mine in row["ranges"]),
         nominal=_ints(row["nominal"]),
         start=_ints(row["start"]),
+        rows=tuple((index(request), index(query)) for request, query in row["rows"]),
         q_pos=_ints(row["q_pos"]),
+        own=_ints(row["own"]),
         texts=tuple(None if which is None else index(which) for which in row["texts"]),
         lse=tensors[f"{i}.lse"],
+        out=tensors[f"{i}.out"] if row["out"] else None,
         partial_lse=tuple(tensors[f"{i}.partial_lse.{r}"] for r in range(lses)),
         partial_out=tuple(tensors[f"{i}.partial_out.{r}"] for r in range(outs)),
         scores=tuple(_score_of(score, tensors[f"{i}.scores.{n}"]) for n, score in scores),
@@ -330,6 +400,7 @@ def _call_of(row: dict[str, Any], i: int, tensors: dict[str, Tensor]) -> CallTra
 def _score_of(row: dict[str, Any], values: Tensor) -> ScoreTrace:
     return ScoreTrace(
         request=index(row["request"]),
+        query=index(row["query"]),
         stage=row["stage"],
         reduce=row["reduce"],
         heads=_ints(row["heads"]),

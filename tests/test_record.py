@@ -19,7 +19,6 @@ from attnlab.inspect import bins
 from attnlab.inspect.record import Scores, record
 from attnlab.plan.workspace import Partials
 from attnlab.trace import _PLAIN, _SCORE_PLAIN, FORMAT, REDUCTIONS, STAGES, CallTrace, ScoreTrace, Trace
-from tests import extend_cases
 from tests.cases import CASES, ENGINES, FP8, MODIFY, Case, Stand
 from tests.tolerances import LSE, OUTPUT
 
@@ -387,7 +386,9 @@ def test_edges_of_one_width_take_a_few_bytes(tmp_path: Path) -> None:
     keys, call = 131_072, recorded(Stand(TOY.but(lens=(5,)), *ENGINES[0]))[1].call(1)
     edges = {1: tuple(range(keys + 1)), 16: tuple(range(0, keys + 1, 16)), 7: (*range(0, keys, 7), keys)}
     scores = tuple(
-        ScoreTrace(request=0, stage="weights", reduce="sum", heads=(0,), edges=e, values=torch.zeros(1, len(e) - 1))
+        ScoreTrace(
+            request=0, query=0, stage="weights", reduce="sum", heads=(0,), edges=e, values=torch.zeros(1, len(e) - 1)
+        )
         for e in edges.values()
     )
     long = replace(call, ranges=(((0, keys),),), partial_lse=(), partial_out=(), scores=scores)
@@ -473,12 +474,12 @@ CALL, SCORE = ("calls", 0), ("calls", 0, "scores", 0)
         ((*CALL, "ranges"), 7, "not iterable"),
         ((*CALL, "nominal"), [1], "nominal: expected a number for each of 4 requests, got 1"),
         ((*CALL, "start"), [0.5] * 4, "cannot be interpreted as an integer"),
-        ((*CALL, "q_pos"), [], "q_pos: expected a number for each of 4 requests, got 0"),
+        ((*CALL, "q_pos"), [], "q_pos: expected a number for each of 4 rows, got 0"),
         ((*CALL, "partials"), [1, 0], "partial_lse: expected those of 4 requests or none, got 1"),
         ((*CALL, "times"), True, "0.segments"),
         ((*SCORE, "stage"), "hot", "stage: expected one of raw"),
         ((*SCORE, "reduce"), "sum", r"reduce \(scaled\): expected one of max, logsumexp"),
-        ((*SCORE, "request"), 4, "request: expected 0 to 3, got 4"),
+        ((*SCORE, "request"), 4, "request: the call of layer 1 has requests 0 to 3, got 4"),
         ((*SCORE, "heads"), [8] * 8, "heads: expected 0 to 7"),
         ((*SCORE, "edges"), [0, 1, 1, 2, 3, 5], "edges: expected 0, then rising key numbers"),
         ((*SCORE, "edges"), [0, 1, 2, 3, 4, 6], "edges: expected the 5 keys of a request, got 6"),
@@ -512,15 +513,3 @@ def test_a_header_that_disagrees_with_its_tensors_is_damaged(saved: tuple[Trace,
     trace.save(path)
     with pytest.raises(ValueError, match=r"lse: expected \[4, 8\] float32, got \[4, 3\]"):
         Trace.load(path)
-
-
-def test_a_recording_says_that_calls_of_several_queries_are_not_in_it() -> None:
-    engine, device = ENGINES[0]
-    case = extend_cases.Case(id="chain", why="", mask="chain", prefix=(8, 20), new=(3, 2), policy="static")
-    stand = extend_cases.Stand(case, engine, device)
-    with record(stand.backend) as trace:
-        stand.run("extend")
-        stand.run("verify")
-        stand.run("verify")
-    notes = [f"{mode}: calls of several queries a request are not recorded" for mode in ("extend", "verify")]
-    assert trace.left_out == notes and not trace.calls

@@ -14,7 +14,8 @@ from torch import Tensor
 from attnlab.bench.decode import DecodeShape, build
 from attnlab.inspect.record import record
 from attnlab.plan.call import DecodeCall
-from attnlab.plan.plans import Lane
+from attnlab.plan.extend_call import ExtendCall, VerifyCall
+from attnlab.plan.plans import Lane, Queries
 
 ROUNDS, CALLS = 20, 20
 
@@ -55,7 +56,10 @@ def main() -> None:
         def decoded(self, call: DecodeCall) -> None:
             """Look away."""
 
-        def passed(self, layer: int, mode: str) -> None:
+        def check_queries(self, layer: int, queries: Queries) -> None:
+            """Look away."""
+
+        def attended(self, call: ExtendCall | VerifyCall) -> None:
             """Look away."""
 
     noted = torch.zeros(plan.lanes[0].schedule.segments.shape[0], 1, 3, dtype=torch.int64, device=device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from attnlab.checks import require
 from attnlab.inspect.samples import MODEL, LayerSample, Sample, random_layer
@@ -22,7 +24,7 @@ def is_recorded(model: ModelSpec, layer: LayerSpec) -> bool:
 
 
 def layer_contents(model: ModelSpec, layer: LayerSpec, lens: Sequence[int], *, seed: int) -> list[LayerSample]:
-    """Return q, k and v of every request, cut to its length; of q, the last token's, which is the one to decode."""
+    """Return q, k and v of every request, cut to its length; q of its last tokens, as far as the queries go."""
     if is_recorded(model, layer):
         sample = Sample.load("long").layer(layer.index)
         return [_cut(sample, *_span(sample, length, request)) for request, length in enumerate(lens)]
@@ -30,6 +32,23 @@ def layer_contents(model: ModelSpec, layer: LayerSpec, lens: Sequence[int], *, s
     shape = {"heads": a.heads, "kv_heads": a.kv_heads, "qk_dim": a.qk_dim, "v_dim": a.v_dim}
     seeds = [seed_of(seed, layer.index, request) for request in range(len(lens))]
     return [random_layer(tokens=n, queries=min(n, 1), seed=s, **shape) for n, s in zip(lens, seeds, strict=True)]
+
+
+def last_queries(model: ModelSpec, layer: LayerSpec, content: LayerSample, count: int, *, seed: int) -> Tensor:
+    """Return the queries of a request's last tokens, `[count, heads, qk_dim]`; those that were not recorded are drawn.
+
+    Raises ValueError where a recorded text has fewer.
+    """
+    have = content.q.shape[0]
+    if not is_recorded(model, layer):
+        a = layer.attention
+        shape = {"heads": a.heads, "kv_heads": a.kv_heads, "qk_dim": a.qk_dim, "v_dim": a.v_dim}
+        drawn = random_layer(tokens=0, queries=max(0, count - have), seed=seed, **shape)
+        return torch.cat([drawn.q, content.q])[max(0, have - count) :]
+    require(
+        count <= have, f"last: layer {layer.index} has the recorded queries of a request's last {have}, got {count}"
+    )
+    return content.q[have - count :]
 
 
 def seed_of(seed: int, *which: int) -> int:
@@ -60,5 +79,7 @@ def _span(sample: LayerSample, length: int, request: int) -> tuple[int, int]:
 
 
 def _cut(sample: LayerSample, first: int, end: int) -> LayerSample:
-    at = end - 1 - sample.first_query
-    return LayerSample(q=sample.q[at : at + min(1, end - first)], k=sample.k[first:end], v=sample.v[first:end])
+    known = sample.first_query
+    return LayerSample(
+        q=sample.q[max(first - known, 0) : max(end - known, 0)], k=sample.k[first:end], v=sample.v[first:end]
+    )

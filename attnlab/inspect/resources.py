@@ -48,6 +48,7 @@ TYPES = {
 }
 SCALARS = {"scale": "fp32", "softcap": "fp32", "scale_cached": "fp32", "v_scale": "fp32"}
 TABLE = "kernel_resources.md"
+SCORE_POINTERS = {"out_ptr": torch.float32, "tokens_ptr": torch.int64, "visible_ptr": torch.uint8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,8 +240,8 @@ def _scores_variant(shape: Shape, target: Target) -> Variant:
     shared = {name: split.constants[name] for name in scores.SHARED}
     return Variant(
         name=f"scores: {shape.name}",
-        kernel=scores._decode_scores_kernel,
-        pointers={**split.pointers, "out_ptr": torch.float32},
+        kernel=scores._scores_kernel,
+        pointers={**split.pointers, **SCORE_POINTERS},
         constants={**shared, "KV_HEADS": shape.kv_heads},
         options=split.options,
     )

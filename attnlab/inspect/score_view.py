@@ -1,4 +1,4 @@
-"""What a recorded call says about one request: every head's weights over its keys, or one head's scores by stage."""
+"""What a recorded call says about one query: every head's weights over its keys, or one head's scores by stage."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class ScoreView:
     """One query's weights over its keys, `[heads, bins]` fp32 on the CPU: what each key's value was multiplied with.
 
     A bin is a key, or the sum over a page or split (`pool`). A row sums to 1, or to less where a sink without a key
-    takes its share. The query stands at position `query`, the first key at `start`. `tokens` are the texts of the keys,
-    or nothing; `ranges` are the splits that the keys were read in.
+    takes its share. The query stands at position `query`, the first key at `start`; its own key is `query - start`, or
+    `own_key`, where keys share positions (drafts of a tree). `tokens` are the texts of the keys, or nothing; `ranges`
+    are the splits that the keys were read in.
     """
 
     layer: int
@@ -35,6 +36,7 @@ class ScoreView:
     pool: Pool = "key"
     ranges: tuple[tuple[int, int], ...] = ()
     tokens: tuple[str, ...] = ()
+    own_key: int | None = None
 
     def __post_init__(self) -> None:
         positive("page_size", self.page_size)
@@ -55,8 +57,10 @@ class ScoreView:
             _check_finite("weights", row, request=self.request, head=head)
 
     @classmethod
-    def of(cls, trace: Trace, *, layer: int, request: int) -> ScoreView:
-        """Take a request's weights out of the first recorded call of a layer.
+    def of(cls, trace: Trace, *, layer: int, request: int, query: int | None = None) -> ScoreView:
+        """Take the weights of a request's query out of the first recorded call of a layer.
+
+        `query` is its number among the request's new tokens; None: the only one that was recorded.
 
         >>> from attnlab.inspect.record import Scores
         >>> from attnlab.inspect.workbench import workbench
@@ -67,17 +71,25 @@ class ScoreView:
         >>> view.weights.shape, view.query, view.group
         (torch.Size([9, 300]), 299, 3)
         """
-        return cls.of_call(trace.call(layer), request=request)
+        return cls.of_call(trace.call(layer), request=request, query=query)
 
     @classmethod
     def of_call(
-        cls, call: CallTrace, *, request: int, tokens: Sequence[str] | None = None, by_key: bool = True
+        cls,
+        call: CallTrace,
+        *,
+        request: int,
+        query: int | None = None,
+        tokens: Sequence[str] | None = None,
+        by_key: bool = True,
     ) -> ScoreView:
-        """Take a request's weights out of a recorded call: those by key, or with `by_key=False` sums as well.
+        """Take a query's weights out of a recorded call: those by key, or with `by_key=False` sums as well.
 
         `tokens` are the texts of the request's tokens, the call's own unless they are given.
         """
-        score = _recorded(call, request, "weights", by_key=by_key)
+        row = call.row(request, query)
+        score = _recorded(call, row, "weights", by_key=by_key)
+        keys = score.edges[-1]
         missing = [head for head in range(call.heads) if head not in score.heads]
         require(
             not missing,
@@ -88,14 +100,15 @@ class ScoreView:
         return cls(
             layer=call.layer,
             request=request,
-            query=call.q_pos[request],
+            query=call.q_pos[row],
+            own_key=call.own[row],
             kv_heads=call.kv_heads,
             page_size=call.page_size,
             weights=score.values[rows],
             start=call.start[request],
             pool=_pool(call, score) or "key",
-            ranges=call.ranges[request],
-            tokens=_cut(call, tokens, request),
+            ranges=_cut_ranges(call, score),
+            tokens=_cut(call, tokens, row, keys),
         )
 
     @property
@@ -113,7 +126,7 @@ class ScoreView:
     @property
     def own(self) -> int:
         """Which of the keys is the query's own."""
-        return self.query - self.start
+        return self.query - self.start if self.own_key is None else self.own_key
 
     @property
     def edges(self) -> tuple[int, ...]:
@@ -153,6 +166,7 @@ class StageView:
     weights: Float[Tensor, " keys"]
     start: int = 0
     tokens: tuple[str, ...] = ()
+    own_key: int | None = None
 
     def __post_init__(self) -> None:
         rest = [x for x in (self.scaled, self.capped, self.masked, self.weights) if x is not None]
@@ -169,7 +183,7 @@ class StageView:
         _check_tokens(self.tokens, self.keys, self.request)
 
     @classmethod
-    def of(cls, trace: Trace, *, layer: int, request: int, head: int) -> StageView:
+    def of(cls, trace: Trace, *, layer: int, request: int, head: int, query: int | None = None) -> StageView:
         """Take one head's scores out of the first recorded call of a layer; all stages must have been recorded.
 
         >>> from attnlab.inspect.record import Scores
@@ -181,15 +195,24 @@ class StageView:
         >>> view.kv_head, view.keys, view.capped is None
         (1, 40, True)
         """
-        return cls.of_call(trace.call(layer), request=request, head=head)
+        return cls.of_call(trace.call(layer), request=request, head=head, query=query)
 
     @classmethod
-    def of_call(cls, call: CallTrace, *, request: int, head: int, tokens: Sequence[str] | None = None) -> StageView:
-        """Take one head's scores out of a recorded call, with the texts of the request's tokens as in ScoreView."""
+    def of_call(
+        cls,
+        call: CallTrace,
+        *,
+        request: int,
+        head: int,
+        query: int | None = None,
+        tokens: Sequence[str] | None = None,
+    ) -> StageView:
+        """Take one head's scores out of a recorded call, with query and texts as in ScoreView."""
         head = member("head", head, call.heads, of="the layer")
+        row = call.row(request, query)
         rows = {}
         for stage in STAGES:
-            score = _recorded(call, request, stage, STAGES)
+            score = _recorded(call, row, stage, STAGES)
             require(
                 head in score.heads,
                 f"head: layer {call.layer} has the {stage} scores of heads {_listed(score.heads)}, not of {head}; "
@@ -199,7 +222,8 @@ class StageView:
         return cls(
             layer=call.layer,
             request=request,
-            query=call.q_pos[request],
+            query=call.q_pos[row],
+            own_key=call.own[row],
             head=head,
             kv_head=head // (call.heads // call.kv_heads),
             scale=call.scale,
@@ -209,7 +233,7 @@ class StageView:
             masked=rows["masked"],
             weights=rows["weights"],
             start=call.start[request],
-            tokens=_cut(call, tokens, request),
+            tokens=_cut(call, tokens, row, rows["raw"].shape[0]),
         )
 
     @property
@@ -220,18 +244,19 @@ class StageView:
     @property
     def own(self) -> int:
         """Which of the keys is the query's own."""
-        return self.query - self.start
+        return self.query - self.start if self.own_key is None else self.own_key
 
 
 def _recorded(
-    call: CallTrace, request: int, stage: Stage, wanted: Sequence[Stage] = ("weights",), *, by_key: bool = True
+    call: CallTrace, row: int, stage: Stage, wanted: Sequence[Stage] = ("weights",), *, by_key: bool = True
 ) -> ScoreTrace:
-    """Return a request's scores at a stage, key by key where they are; raise ValueError that says what to record."""
-    member("request", request, len(call.ranges), of=f"the call of layer {call.layer}")
+    """Return a row's scores at a stage, key by key where they are; raise ValueError that says what to record."""
+    request, query = call.rows[row]
     record = f"record with {_wish(wanted)}"
-    found = [score for score in call.scores if (score.request, score.stage) == (request, stage)]
+    found = [score for score in call.scores if (score.request, score.query, score.stage) == (request, query, stage)]
     if not found:
-        kept = sorted({score.stage for score in call.scores if score.request == request}, key=STAGES.index)
+        mine = [score.stage for score in call.scores if (score.request, score.query) == (request, query)]
+        kept = sorted(set(mine), key=STAGES.index)
         raise ValueError(
             f"stage: of request {request}, layer {call.layer} has recorded {_listed(kept)}, not {stage}; {record} "
             "(what did not fit the budget is listed in trace.left_out)"
@@ -249,9 +274,15 @@ def _recorded(
 
 def _pool(call: CallTrace, score: ScoreTrace) -> Pool | None:
     """Return by what scores were pooled, None where that is nothing known."""
-    keys, ranges = call.lens[score.request], call.ranges[score.request]
+    keys, ranges = score.edges[-1], _cut_ranges(call, score)
     made = ((pool, Bins.of(pool, keys=keys, ranges=ranges, page_size=call.page_size)) for pool in POOLS)
     return next((pool for pool, bins in made if bins.edges == score.edges), None)
+
+
+def _cut_ranges(call: CallTrace, score: ScoreTrace) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of a request as far as a query's row goes."""
+    keys = score.edges[-1]
+    return tuple((first, min(end, keys)) for first, end in call.ranges[score.request] if first < keys)
 
 
 def _wish(stages: Sequence[str]) -> str:
@@ -263,11 +294,12 @@ def _listed(names: Sequence[object]) -> str:
     return ", ".join(map(str, names)) or "nothing"
 
 
-def _cut(call: CallTrace, tokens: Sequence[str] | None, request: int) -> tuple[str, ...]:
+def _cut(call: CallTrace, tokens: Sequence[str] | None, row: int, keys: int) -> tuple[str, ...]:
     """Return the texts of the keys; the text may begin before the first of them, and go on after the query."""
+    request, _ = call.rows[row]
     if tokens is None:
         tokens = call.tokens[request] if request < len(call.tokens) else ()
-    start, end = call.start[request], call.q_pos[request] + 1
+    start, end = call.start[request], call.start[request] + keys
     require(
         not tokens or len(tokens) >= end,
         f"tokens: request {request} has {end:,} keys, but the texts of only {len(tokens):,} tokens",

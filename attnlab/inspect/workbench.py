@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnlab.backend import AttentionBackend
-from attnlab.batch import DecodeBatch
-from attnlab.checks import require, whole
+from attnlab.batch import DecodeBatch, ExtendBatch
+from attnlab.checks import positive, require, whole
 from attnlab.engines import Engine
-from attnlab.inspect.contents import is_recorded, layer_contents, seed_of, token_texts
+from attnlab.inspect.contents import is_recorded, last_queries, layer_contents, seed_of, token_texts
 from attnlab.inspect.merge import MergeSteps
 from attnlab.inspect.record import BUDGET_BYTES, Scores, record
 from attnlab.inspect.samples import LayerSample
@@ -41,8 +41,9 @@ FILL_STEP = 16
 class Workbench:
     """A model, a batch of requests whose keys and values are cached, and a backend over them.
 
-    `newest(layer)` gives the query, key and value of every request's last token, and `decode(layer)` runs them. Tokens
-    come and go by `cache`; the bench's own batch is of the requests as they were filled.
+    `newest(layer)` gives the query, key and value of every request's last token, and `decode(layer)` runs them;
+    `extend(layer, last=n)` asks with the last n tokens at once. Tokens come and go by `cache`; the bench's own batch is
+    of the requests as they were filled.
     """
 
     def __init__(
@@ -120,6 +121,28 @@ class Workbench:
         made = self.plan() if plan is None else plan
         return self.backend.decode(layer, q, k, v, made, sinks=self.sinks(layer), aux=aux, lse=lse)
 
+    def extend(self, layer: int, *, last: int) -> Float[Tensor, "tokens heads v_dim"]:
+        """Ask with the last tokens of every request at once, `last` each or as many as there are, over the cache.
+
+        That is an extend step whose new tokens are stored already. Raises ValueError where a recorded text has fewer
+        queries.
+        """
+        positive("last", last)
+        new = [min(last, length) for length in self.lens]
+        prefix = [length - n for length, n in zip(self.lens, new, strict=True)]
+        batch = ExtendBatch.of(rows=self.batch.rows.tolist(), prefix=prefix, new=new, device=self.pool.device)
+        q, plan = self._last_queries(layer, new), self.backend.plan(batch)
+        return self.backend.extend(layer, q, None, None, plan, sinks=self.sinks(layer), save=False)
+
+    def _last_queries(self, layer: int, new: Sequence[int]) -> Tensor:
+        """Return the queries of so many last tokens of each request, `[tokens, heads, qk_dim]`."""
+        spec = self._attention(layer)
+        found = [torch.zeros(0, spec.heads, spec.qk_dim)]
+        for request, (count, content) in enumerate(zip(new, self._contents[layer], strict=True)):
+            drawn = seed_of(self.seed, layer, request, 1)
+            found.append(last_queries(self.model, self.model.layer(layer), content, count, seed=drawn))
+        return torch.cat(found[1:] or found).to(self.pool.device)
+
     def merge(
         self, layer: int, *, request: int, head: int, plan: DecodePlan | None = None, aux: Tensor | None = None
     ) -> MergeSteps:
@@ -137,11 +160,12 @@ class Workbench:
         scores: Scores | bool = False,
         times: bool = False,
         layers: Sequence[int] | None = None,
+        queries: Sequence[int] | None = (-1,),
         budget_bytes: int = BUDGET_BYTES,
     ) -> Iterator[Trace]:
         """Record the calls made inside the block, as `attnlab.record` does; the trace knows the tokens' texts.
 
-        Other batches of the bench's requests may be decoded inside as well: which is which is told by their slots.
+        Other batches of the bench's requests may be run inside as well: which is which is told by their slots.
         """
         rows = [(request, row) for request, row in enumerate(self.batch.rows.tolist()) if row in self.table.rows]
         owner = {slot: request for request, row in rows for slot in self.table.slots_of(row).tolist()}
@@ -151,8 +175,9 @@ class Workbench:
             scores=scores,
             times=times,
             layers=layers,
+            queries=queries,
             budget_bytes=budget_bytes,
-            texts_of=lambda lane: [owner.get(slot) for slot in lane.write_slots.tolist()],
+            texts_of=lambda slots: [owner.get(slot) for slot in slots],
         ) as trace:
             trace.tokens = tuple(self.tokens(request) for request in range(len(self.lens)))
             yield trace

@@ -1,7 +1,7 @@
-"""Scores of decode calls, computed again from the paged cache for whoever wants to look at them.
+"""Scores of some queries, computed again from the paged cache for whoever wants to look at them.
 
-The decode kernel never stores a score: looking costs this kernel, not looking costs nothing. It runs the same score
-pipeline in the same order, on tiles that begin elsewhere: its numbers are those that the decode kernel had in its
+The attention kernels never store a score: looking costs this kernel, not looking costs nothing. It runs the same score
+pipeline in the same order, on tiles that begin elsewhere: its numbers are those that the attention kernel had in its
 registers, up to the order in which a dot product is summed.
 """
 
@@ -15,8 +15,7 @@ from attnlab.kernels.core import load_queries, load_tile, score_tile, slot_offse
 from attnlab.kernels.decode import head_tiles, split_constants
 from attnlab.kernels.launch import lifted, slot_stride
 from attnlab.kernels.target import Target
-from attnlab.plan.call import DecodeCall
-from attnlab.spec import AttentionSpec
+from attnlab.plan.score_call import ScoreCall
 
 SHARED = (
     *("GROUP", "QK_DIM", "BLOCK_H", "BLOCK_N", "BLOCK_D", "BLOCK_R", "PAGE_SIZE"),
@@ -25,34 +24,35 @@ SHARED = (
 """Compile-time arguments that the score kernel has in common with the decode kernel."""
 
 
-def decode_scores(call: DecodeCall, spec: AttentionSpec, *, requests: Tensor, max_keys: int, target: Target) -> Tensor:
-    """Return the scores of some requests, `[rows, heads, max_keys]` fp32; -inf beyond a request's keys.
+def scores(call: ScoreCall, *, target: Target) -> Tensor:
+    """Return the scores of some queries, `[rows, heads, keys]` fp32; -inf where a key is not visible.
 
-    Computes: s[i, h, n] = pipeline(q[requests[i], h] . k[n]), the pipeline being that of `spec`.
-    Shapes: `requests [rows]` int32; the rest as `DecodeCall` has it.
-    Grid: (key tiles, KV heads x head tiles, rows): a program owns a tile of keys and up to 16 query heads of one group.
-    Reads/writes: the keys of the requests' slots; the cells of these keys. All others hold -inf from the start.
+    Computes: s[i, h, j] = pipeline(q[tokens[i], h] . k[slots[j]]).
+    Shapes: as `ScoreCall` has them.
+    Grid: (rows x key tiles, KV heads x head tiles): a program owns a tile of keys, and up to 16 query heads of one
+    group of one row. Rows come first, so that a tile of keys stays in the cache while all rows read it.
+    Reads/writes: the keys of the slots; every cell of the result.
     """
-    q, view, layout = call.q, call.view, call.lane.layout
-    aux = call.aux if spec.mod is not None else None
-    rows = requests.shape[0]
-    out = torch.full((rows, spec.heads, max_keys), float("-inf"), dtype=torch.float32, device=q.device)
-    if rows == 0 or max_keys == 0:
+    spec, view = call.spec, call.view
+    out = torch.empty((call.rows, spec.heads, call.keys), dtype=torch.float32, device=call.q.device)
+    if out.numel() == 0:
         return out
-    constants, options = split_constants(spec=spec, view=view, target=target, q_dtype=q.dtype)
-    q = lifted(q, target)
-    key_tiles = -(-max_keys // constants["BLOCK_N"])
-    bias = q if aux is None else aux  # any tensor will do where no modifier reads it
-    _decode_scores_kernel[(key_tiles, spec.kv_heads * head_tiles(spec.group), rows)](
+    constants, options = split_constants(spec=spec, view=view, target=target, q_dtype=call.q.dtype)
+    q = lifted(call.q, target)
+    bias = q if call.aux is None else call.aux  # any tensor will do where no modifier reads it
+    key_tiles = -(-call.keys // constants["BLOCK_N"])
+    _scores_kernel[(call.rows * key_tiles, spec.kv_heads * head_tiles(spec.group))](
         q,
         view.k,
-        layout.index.slots,
-        layout.index.indptr,
-        layout.start,
-        requests,
+        call.slots,
+        call.kv_pos,
+        call.visible.view(torch.uint8),
+        call.tokens,
+        call.q_pos,
         out,
         bias,
-        max_keys,
+        call.rows,
+        call.keys,
         spec.scale * view.k_scale,
         1.0 if spec.softcap is None else spec.softcap,
         q.stride(0),
@@ -70,17 +70,19 @@ def decode_scores(call: DecodeCall, spec: AttentionSpec, *, requests: Tensor, ma
     return out
 
 
-@jit(do_not_specialize=("max_keys",))
-def _decode_scores_kernel(
+@jit(do_not_specialize=("rows", "keys"))
+def _scores_kernel(
     q_ptr,
     k_ptr,
     slots_ptr,
-    indptr_ptr,
-    start_ptr,
-    requests_ptr,
+    kv_pos_ptr,
+    visible_ptr,
+    tokens_ptr,
+    q_pos_ptr,
     out_ptr,
     aux_ptr,
-    max_keys,
+    rows,
+    keys,
     scale,
     softcap,
     q_stride_token,
@@ -104,23 +106,21 @@ def _decode_scores_kernel(
     MOD: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    # 1. What is mine: a tile of one request's keys, and up to 16 heads of one group.
-    row = tl.program_id(2)
-    req = tl.load(requests_ptr + row).to(tl.int64)
-    kv_head = (tl.program_id(1) % KV_HEADS).to(tl.int64)
-    list_start = tl.load(indptr_ptr + req)
-    keys = tl.minimum(tl.load(indptr_ptr + req + 1) - list_start, max_keys)
-    start = tl.load(start_ptr + req)
-    entry = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # 1. What is mine: a tile of keys, and up to 16 heads of one group of one row.
+    row = (tl.program_id(0) % rows).to(tl.int64)
+    entry = tl.program_id(0) // rows * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = entry < keys
+    kv_head = (tl.program_id(1) % KV_HEADS).to(tl.int64)
     PACKED: tl.constexpr = BLOCK_H > 1
     member = tl.program_id(1) // KV_HEADS * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = member < GROUP
     head = kv_head * GROUP + member
+    token = tl.load(tokens_ptr + row)
+    visible = tl.load(visible_ptr + row * keys + entry, mask=mask_n, other=0) != 0
 
-    # 2. Queries against keys, as in the decode kernel.
-    q_rows = q_ptr + req * q_stride_token + head * q_stride_head
-    slots = tl.load(slots_ptr + list_start + entry, mask=mask_n, other=0)
+    # 2. Queries against keys, as in the attention kernels.
+    q_rows = q_ptr + token * q_stride_token + head * q_stride_head
+    slots = tl.load(slots_ptr + entry, mask=mask_n, other=0)
     k_rows = k_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE) + kv_head * k_stride_head
     q, q_rest = load_queries(q_rows, mask_h, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
     scores = score_tile(
@@ -129,10 +129,10 @@ def _decode_scores_kernel(
         load_tile(k_rows, mask_n, 0, BLOCK_D, QK_DIM, COMPUTE),
         k_rows,
         mask_n,
-        mask_h[:, None] & mask_n[None, :],
-        start + keys - 1,
-        (start + entry)[None, :],
-        req,
+        mask_h[:, None] & visible[None, :],
+        tl.load(q_pos_ptr + row),
+        tl.load(kv_pos_ptr + entry, mask=mask_n, other=0)[None, :],
+        token,
         head[:, None],
         scale,
         softcap,
@@ -151,5 +151,5 @@ def _decode_scores_kernel(
     )
 
     # 3. Keep them.
-    cell = (row.to(tl.int64) * KV_HEADS * GROUP + head[:, None]) * max_keys + entry[None, :]
+    cell = (row * KV_HEADS * GROUP + head[:, None]) * keys + entry[None, :]
     tl.store(out_ptr + cell, scores, mask=mask_h[:, None] & mask_n[None, :])
