@@ -237,7 +237,9 @@ class Recorder:
             found = RowScores.of(self.backend.engine, call, keys, mine)
             total = found.at("masked").logsumexp(-1) if lse is None else lse
             sums.append(total)
-            for i, row, stage, edges in [] if wanted is None else self._admitted(wanted, keys, mine, ranges, heads):
+            if wanted is None:
+                continue
+            for i, row, stage, edges in self._admitted(wanted, keys, mine, ranges, heads):
                 values = found.weights(total) if stage == "weights" else found.at(stage)
                 scores.append(_pooled(wanted, values[i, :, : edges[-1]], row, stage, edges))
         return torch.cat(sums), scores
