@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from attnlab.explore.merge import explore_merge as explore_merge
     from attnlab.explore.splits import explore_splits as explore_splits
     from attnlab.inspect.describe import describe as describe
+    from attnlab.inspect.heads import heads as heads
     from attnlab.inspect.info import info as info
     from attnlab.inspect.record import Scores as Scores
     from attnlab.inspect.record import record as record
@@ -65,6 +66,7 @@ _HOME = {
     "record": "inspect.record",
     "Scores": "inspect.record",
     "Trace": "trace",
+    "heads": "inspect.heads",
     "AttentionSpec": "spec",
     "LayerSpec": "spec",
     "ModelSpec": "spec",

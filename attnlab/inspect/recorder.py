@@ -239,8 +239,9 @@ class Recorder:
             sums.append(total)
             if wanted is None:
                 continue
+            weights = found.weights(total) if "weights" in wanted.stages else None
             for i, row, stage, edges in self._admitted(wanted, keys, mine, ranges, heads):
-                values = found.weights(total) if stage == "weights" else found.at(stage)
+                values = found.at(stage) if stage != "weights" or weights is None else weights
                 scores.append(_pooled(wanted, values[i, :, : edges[-1]], row, stage, edges))
         return torch.cat(sums), scores
 

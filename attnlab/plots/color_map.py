@@ -63,6 +63,12 @@ def weight_scale(theme: Theme, floor: float) -> Scale:
     )
 
 
+def share_scale(theme: Theme, name: str) -> Scale:
+    """Return the even scale of shares, from 0, the paper, to 1."""
+    ticks = tuple((i / 4, f"{i / 4:.0%}") for i in range(5))
+    return Scale(name=name, map=_map("weight", theme.name), place=lambda shares: shares, ticks=ticks)
+
+
 def score_scale(theme: Theme, limit: float, *, lower: bool = False) -> Scale:
     """Return the scale of scores, symmetric about zero whatever they are; `lower` says that some lie below its end."""
     least = f"{'≤ ' if lower else ''}−{limit:g}"

@@ -17,6 +17,7 @@ from attnlab.inspect.draft_view import DraftView
 from attnlab.inspect.graph_view import GraphView
 from attnlab.inspect.index_view import IndexView
 from attnlab.inspect.page_map import PageMap
+from attnlab.inspect.record import Scores
 from attnlab.inspect.tree_view import TreeView
 from attnlab.inspect.window_view import WindowView
 from attnlab.plots.picture import Picture
@@ -30,7 +31,7 @@ from tests.test_plots import faults
 def examples() -> dict[str, Any]:
     """Return a value of every type, by the name that it is registered under."""
     wb = attnlab.workbench("SmolLM2-135M", lens=[300, 40], policy="static", engine="eager")
-    with wb.record(scores=True) as trace:
+    with wb.record(scores=Scores(pool="key")) as trace:
         wb.decode(18)
     plan, table = wb.plan(), wb.table
     lane = plan.lane(18)
@@ -44,7 +45,7 @@ def examples() -> dict[str, Any]:
     values = [
         *(wb, plan, lane, lane.splits, lane.splits.to_host(), schedule_views(wb)[0]),
         *(wb.merge(18, request=0, head=3), wb.scores(18, request=0), wb.stages(18, request=1, head=3)),
-        *(trace, trace.call(18)),
+        *(trace, trace.call(18), attnlab.heads(trace)),
         *(wb.pool.allocator, PageMap.of(wb.pool.allocator)),
         *(lane.layout, IndexView.of(lane.layout), extended.lane(18)),
         *(verified, TreeView.of(verified, request=0, layer=18)),

@@ -1,0 +1,195 @@
+"""What heads do is read off their weights: known patterns get their names and numbers, the shipped text's heads too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+import attnlab
+from attnlab.inspect.heads import FROM, LOCAL, Head, Heads, following, heads
+from attnlab.inspect.record import Scores
+from attnlab.inspect.samples import Sample
+from attnlab.plots.heads_map import statement
+from attnlab.plots.show import show
+from attnlab.plots.style import THEMES
+from attnlab.trace import CallTrace, ScoreTrace, Trace
+from tests.test_plots import faults
+from tests.tolerances import OUTPUT
+
+TEXT = tuple("again" if key in (10, 63) else str(key) for key in range(80))
+"""The last of 64 tokens is a copy of token 10."""
+
+
+def made(weights: torch.Tensor, *, start: int = 0, texts: tuple[str, ...] = TEXT, own: int | None = None) -> Trace:
+    """A recording of one query with these weights `[heads, keys]`; the query is the last key."""
+    heads, keys = weights.shape
+    last = keys - 1
+    call = CallTrace(
+        layer=3,
+        mode="extend",
+        policy="none",
+        heads=heads,
+        kv_heads=1,
+        scale=1.0,
+        softcap=None,
+        temperature_len=None,
+        mod=None,
+        has_sinks=False,
+        page_size=1,
+        ranges=(((0, keys),),),
+        nominal=(1,),
+        start=(start,),
+        rows=((0, 4),),
+        q_pos=(start + last,),
+        own=(last if own is None else own,),
+        lse=torch.zeros(1, heads),
+        scores=(
+            ScoreTrace(
+                request=0,
+                query=4,
+                stage="weights",
+                reduce="sum",
+                heads=tuple(range(heads)),
+                edges=tuple(range(keys + 1)),
+                values=weights,
+            ),
+        ),
+    )
+    return Trace(calls=[call], tokens=(texts,))
+
+
+def patterns(keys: int = 64) -> torch.Tensor:
+    """A head each: all on the first token, on the previous one, evenly near by, on one that followed, on all."""
+    weights = torch.zeros(5, keys)
+    weights[0, 0] = 1.0
+    weights[1, keys - 2] = 1.0
+    weights[2, keys - LOCAL :] = 1 / LOCAL
+    weights[3, following(TEXT, keys - 1)[0]] = 1.0
+    weights[4] = 1 / keys
+    return weights
+
+
+def test_a_head_that_does_one_thing_is_called_so() -> None:
+    found = heads(made(patterns()))
+    assert [head.names for head in found] == [
+        ("sink",),
+        ("previous", "local"),
+        ("local",),
+        ("induction",),
+        ("diffuse",),
+    ]
+    assert (found.heads[0].sink, found.heads[1].previous, found.heads[2].local) == (1.0, 1.0, 1.0)
+    assert found.heads[3].induction == 1.0 and found.heads[4].diffuse == pytest.approx(1.0)
+    assert found.heads[0].diffuse == pytest.approx(1 / 64)
+    assert [(head.queries, head.repeats, head.layer, head.kv_head) for head in found][0] == (1, 1, 3, 0)
+
+
+def test_numbers_are_means_over_queries_of_all_requests_and_calls() -> None:
+    one, other = made(patterns()), made(patterns().flip(0))
+    found = heads(Trace(calls=[one.calls[0], other.calls[0]], tokens=(TEXT,)))
+    assert [head.sink for head in found][:: len(found) - 1] == pytest.approx([(1 + 1 / 64) / 2] * 2)
+    assert {head.queries for head in found} == {2}
+
+
+def test_without_texts_nothing_is_said_of_induction() -> None:
+    found = heads(made(patterns(), texts=()))
+    assert {head.induction for head in found} == {None} and found.named("induction") == ()
+    assert "-" in str(found).splitlines()[1]
+    again = heads(made(patterns(), texts=()), tokens=[TEXT])
+    assert again.heads[3].induction == 1.0
+
+
+def test_a_token_without_an_earlier_copy_says_nothing_of_induction() -> None:
+    found = heads(made(patterns(), texts=tuple(map(str, range(64)))))
+    assert found.heads[3].induction is None and found.heads[3].repeats == 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "start"), [(patterns()[:, : 2 * LOCAL - 1], 0), (patterns(), 7)], ids=["few-keys", "a-window"]
+)
+def test_rows_that_cannot_tell_are_left_out_and_nothing_left_is_refused(weights: torch.Tensor, start: int) -> None:
+    with pytest.raises(ValueError, match="trace: it has no weights by key of queries that see the first token"):
+        heads(made(weights, start=start))
+
+
+def test_recordings_without_weights_by_key_are_refused() -> None:
+    wb = attnlab.workbench("SmolLM2-135M", lens=[300], layers=[18], policy="seed", engine="eager")
+    for wanted in (Scores(pool="page"), Scores(stages=("masked",), pool="key"), Scores(heads=(1,), pool="key"), False):
+        with wb.record(scores=wanted) as trace:
+            wb.decode(18)
+        with pytest.raises(ValueError, match="record with scores=Scores"):
+            heads(trace)
+
+
+def test_a_behaviour_that_is_none_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="behaviour: expected one of induction, previous, sink, local, diffuse, got 'sinks'"
+    ):
+        heads(made(patterns())).named("sinks")
+
+
+@cache
+def whole_text() -> Heads:
+    wb = attnlab.workbench("SmolLM2-135M", lens=[2048], layers=[0, 18, 23], policy="seed", engine="eager")
+    with wb.record(scores=Scores(pool="key"), queries=None, partials=False) as trace:
+        for layer in wb.layers:
+            wb.extend(layer, last=128)
+    return heads(trace)
+
+
+def test_the_shipped_text_has_two_sink_heads_and_an_induction_head_in_layer_18() -> None:
+    found = whole_text()
+    assert [(h.layer, h.head, round(h.sink, 2)) for h in found.named("sink")] == [(18, 8, 1.0), (18, 7, 0.94)]
+    assert [(h.layer, h.head) for h in found.named("induction")] == [(18, 6)]
+    others = [h.induction for h in found if h.layer == 18 and h.head != 6]
+    assert found.named("induction")[0].induction > 4 * max(others)
+    assert {h.layer for h in found.named("diffuse")} == {0}
+
+
+def test_numbers_agree_with_a_softmax_by_hand() -> None:
+    """Layer 18, 128 queries, from the recorded tensors alone, in fp64."""
+
+    sample, found = Sample.load("long"), {h.head: h for h in whole_text() if h.layer == 18}
+    layer = sample.layer(18)
+    sink, induction, repeats = torch.zeros(9, dtype=torch.float64), torch.zeros(9, dtype=torch.float64), 0
+    for i, q in enumerate(layer.q.double()):
+        own = layer.first_query + i
+        k = layer.k[: own + 1].double().repeat_interleave(3, 1)
+        weights = (torch.einsum("hd,nhd->hn", q, k) / 8).softmax(-1)
+        sink += weights[:, 0] / 128
+        copies = [j + 1 for j in range(own - 1) if sample.tokens[j] == sample.tokens[own]]
+        repeats += bool(copies)
+        induction += weights[:, copies].sum(1)
+    close = OUTPUT[torch.float16]
+    for name, wanted in (("sink", sink), ("induction", induction / repeats)):
+        got = torch.tensor([found[head].number(name) for head in range(9)], dtype=torch.float64)
+        torch.testing.assert_close(got, wanted, **close)
+
+
+def drawn(layers: int, count: int, group: int) -> Heads:
+    torch.manual_seed(1)
+
+    def head(layer: int, number: int) -> Head:
+        names = ("sink", "previous", "local", "induction", "diffuse")
+        numbers = dict(zip(names, (torch.rand(5) ** 2).tolist(), strict=True))
+        return Head(layer=layer, head=number, kv_head=number // group, queries=9, repeats=4, **numbers)
+
+    return Heads(heads=tuple(head(layer, number) for layer in range(layers) for number in range(count)))
+
+
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize(("layers", "count", "group"), [(1, 1, 1), (3, 9, 3), (32, 32, 4), (2, 128, 8)])
+def test_nothing_collides(layers: int, count: int, group: int, theme: str) -> None:
+    assert faults(show(drawn(layers, count, group)).figure(theme)) == []
+
+
+def test_the_title_follows_the_numbers() -> None:
+    assert "q8 of layer 18 puts >99.9% of its weight on the first token" in statement(whole_text())
+    quiet = dict.fromkeys(("sink", "previous", "local", "induction", "diffuse"), 0.0)
+    head = Head(layer=0, head=0, kv_head=0, queries=1, repeats=0, **quiet)
+    assert statement(Heads(heads=(head,))) == "None of 1 head does one thing alone"
+    wide = replace(head, diffuse=FROM["diffuse"])
+    assert statement(Heads(heads=(wide,))) == "1 of 1 head has a name; q0 of layer 0 spreads over 30% of its keys"
