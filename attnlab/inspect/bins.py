@@ -59,6 +59,10 @@ def pooled(values: Float[Tensor, "heads keys"], edges: Sequence[int], reduce: Re
     """Return one number per bin. Bins of one width are reduced together: a pool has few widths, but many bins."""
     if len(edges) - 1 == values.shape[1]:
         return values
+    width, last = edges[1], edges[-2]
+    if tuple(edges[:-1]) == tuple(range(0, last + 1, width)):  # pages: all of one width, but perhaps the last
+        parts = (values[:, :last].unflatten(1, (last // width, width)), values[:, None, last:])
+        return torch.cat([_REDUCE[reduce](part) for part in parts], 1)
     by_width: dict[int, list[int]] = {}
     for i, (start, stop) in enumerate(pairwise(edges)):
         by_width.setdefault(stop - start, []).append(i)
