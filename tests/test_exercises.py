@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from attnlab.inspect.exercises import check_exercise
 from attnlab.inspect.exercises.registry import exercises
 from attnlab.inspect.exercises.toy import toy
 from attnlab.plan.index import KVIndex
+from attnlab.plan.policy import HostPolicy
 
 NO_ANSWERS = {
     "none": None,
@@ -129,6 +131,19 @@ def test_a_list_or_a_state_that_is_changed_in_place_is_noticed() -> None:
         ("04-2", 32, "fewer would do"),
         ("04-3", "tile", "2,048, 96 and 700 keys: the one of 97 has a range of 97 keys; at most 96"),
         ("04-3", "nobody's", "policy: expected one of seed"),
+        ("05-1", 64, "64 is how many get a program. How many are left?"),
+        ("05-1", 124, "each of 8 KV heads has a program for every range"),
+        ("05-1", 0, "how many ranges does `seed` allow it at most?"),
+        ("05-1", 100, "Programs are ranges times KV heads"),
+        ("05-2", 300, "Expected a power of two, such as 256 or 512, got 300"),
+        ("05-2", 8192, "With tile=8192 the finish is 1.25 even shares"),
+        ("05-2", 256, "a larger tile would do, with fewer partials"),
+        (
+            "05-3",
+            "seed",
+            "One request of 32,000 keys, 8 KV heads and 132 multiprocessors: the finish is 4,000 keys, 2.06",
+        ),
+        ("05-3", "tile", "125 ranges, and 67 should do. Measure a range against the even share"),
         ("08-1", [84, 85, 104], "(a) is one too early. The 100 cached tokens stand at 0 to 99, the new one at 100"),
         ("08-1", [0, 85, 104], "(a): the query stands at 100, and sees 16 keys with its own"),
         ("08-1", [85, 104, 104], "(b): one list serves all queries"),
@@ -197,6 +212,8 @@ def test_a_typical_mistake_gets_a_hint(number: str, answer: object, hint: str) -
         ("02-1", [torch.tensor(2), torch.tensor(31)]),
         ("03-1", torch.tensor(0.75)),
         ("04-1", torch.tensor(5)),
+        ("05-1", torch.tensor(68)),
+        ("05-2", torch.tensor([4096])),
         ("08-1", torch.tensor([85, 85, 104])),
         ("08-2", torch.tensor([-1, 0, 1, 1, 0])),
         ("12-1", torch.tensor([103, 104, 54])),
@@ -210,6 +227,38 @@ def test_a_typical_mistake_gets_a_hint(number: str, answer: object, hint: str) -
 )
 def test_a_tensor_is_as_good_as_the_number_or_list_that_it_holds(number: str, answer: object) -> None:
     assert said(number, answer) == f"{number}: yes, that is right."
+
+
+# Policies of the reader's own
+
+
+def in_ranges_of(size: Callable[[float], float], kv_heads: int | None = None) -> Callable[..., Any]:
+    """Return a rule whose ranges are as long as `size` says of the even share."""
+
+    def rule(lens: list[int], ctx: Any) -> list[list[tuple[int, int]]]:
+        even = sum(lens) * (ctx.kv_heads if kv_heads is None else kv_heads) / ctx.multiprocessors
+        step = math.ceil(size(even))
+        return [[(at, min(at + step, n)) for at in range(0, n, step)] for n in lens]
+
+    return rule
+
+
+QUARTERS: dict[str, tuple[Callable[..., Any], str]] = {
+    "right": (in_ranges_of(lambda even: max(32, even / 4)), "yes"),
+    "one even share": (in_ranges_of(lambda even: max(32, even)), "1.35 even shares of 11,854. It is at most"),
+    "KV heads forgotten": (in_ranges_of(lambda even: max(32, even / 4), kv_heads=1), "525 ranges, and 67 should do"),
+    "KV heads of the lesson": (in_ranges_of(lambda even: max(32, even / 4), kv_heads=8), "4 KV heads and 132"),
+    "no shortest range": (in_ranges_of(lambda even: max(1, even / 4)), "its request's last holds 13 keys; at least 32"),
+    "not cut": (lambda lens, ctx: [[(0, n)] for n in lens], "16.50 even shares of 1,939. It is at most"),
+    "half forgotten": (lambda lens, ctx: [[(0, n // 2)] for n in lens], "keys 16000 to 31999 are in no range"),
+}
+
+
+@pytest.mark.parametrize("mistake", QUARTERS)
+def test_a_policy_that_finishes_near_an_even_share(mistake: str) -> None:
+    rule, hint = QUARTERS[mistake]
+    policy = HostPolicy(name="quarter", rule=rule, max_ranges=5000)
+    assert hint in said("05-3", policy)
 
 
 # Attention with grouped heads

@@ -152,6 +152,8 @@ def test_times_that_a_lesson_quotes_stand_in_the_log() -> None:
     assert times is not None and "data/h200/LOG.md" in text
     seed, static, tile = ast.literal_eval(times[1]).values()
     assert f"{seed} / {static} / {tile} us" in log
+    quoted = re.findall(r"[\d.]+ / [\d.]+ / [\d.]+ us", text_of(FOLDER / "05_split_policies.ipynb"))
+    assert quoted and all(words in log for words in quoted)
 
 
 # Exercises

@@ -126,6 +126,24 @@ def even(lens, ctx):
 
 attnlab.show(cut("even", [5, 64, 200, 1], ctx))
 
+# %% 05-1
+# 8 ranges, each for 8 KV heads, are 64 programs, and 132 - 64 multiprocessors have none.
+answer_05_1 = 68
+
+# %% 05-2
+# A range of 4,096 keys is a quarter of the even share of 16,294. With 8,192 the finish is 1.25 even shares.
+answer_05_2 = 4096
+
+
+# %% 05-3
+@attnlab.split_policy("quarter", needs_host_lens=True, max_ranges=1024)
+def quarter(lens, ctx):
+    """Finish within a quarter of an even share."""
+    even = sum(lens) * ctx.kv_heads / ctx.multiprocessors
+    size = max(32, math.ceil(even / 4))
+    return [[(at, min(at + size, n)) for at in range(0, n, size)] for n in lens]
+
+
 # %% 08-1
 # The new token stands at 100, and 15 keys before it are in its window: 85. An extend's list begins where its first
 # query looks back to, which stands at 100 as well. The last of 20 stands at 119.
