@@ -99,6 +99,15 @@ def test_any_model_of_the_table_stands_on_the_bench() -> None:
         assert wb.decode(layer).shape == (2, spec.heads, spec.v_dim)
 
 
+def test_under_mla_what_was_cached_is_what_is_decoded() -> None:
+    wb = attnlab.workbench("Kimi-K2-Instruct", lens=[70, 9], kv_dtype=torch.float32, policy="static", engine="eager")
+    out, (q, _, v) = wb.decode(0), wb.newest(0)
+    assert v is None
+    for r in range(2):
+        want, _ = oracle.attention(q[r], *wb.cached(0, r), scale=wb.model.layer(0).attention.scale)
+        torch.testing.assert_close(out[r].double(), want, **OUTPUT[torch.float32])
+
+
 def test_tokens_come_and_go_by_the_cache_of_the_bench() -> None:
     wb = bench([40, 3, 0])
     row = wb.table.rows[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -31,7 +32,9 @@ def layer_contents(model: ModelSpec, layer: LayerSpec, lens: Sequence[int], *, s
     a = layer.attention
     shape = {"heads": a.heads, "kv_heads": a.kv_heads, "qk_dim": a.qk_dim, "v_dim": a.v_dim}
     seeds = [seed_of(seed, layer.index, request) for request in range(len(lens))]
-    return [random_layer(tokens=n, queries=min(n, 1), seed=s, **shape) for n, s in zip(lens, seeds, strict=True)]
+    drawn = [random_layer(tokens=n, queries=min(n, 1), seed=s, **shape) for n, s in zip(lens, seeds, strict=True)]
+    # Under MLA the values are no numbers of their own, but the first columns of the rows.
+    return [replace(x, v=x.k[..., : a.v_dim]) for x in drawn] if model.mla else drawn
 
 
 def last_queries(model: ModelSpec, layer: LayerSpec, content: LayerSample, count: int, *, seed: int) -> Tensor:
