@@ -169,6 +169,20 @@ def test_a_list_or_a_state_that_is_changed_in_place_is_noticed() -> None:
         ("12-2", [0, 2, 6, 9, 1, 12, 3, 4, 5, 7, 8, 10, 11], "The path is [0, 1, 2, 3, 5] now, and 1 row would still"),
         ("12-2", [0, 2, 6, 9, 12], "no order of the drafts: order: expected each of 13 drafts once"),
         ("12-2", [0, 6, 2, 9, 12, 1, 3, 4, 5, 7, 8, 10, 11], "order: draft [6] comes before the one that it follows"),
+        ("13-1", [2176, 4, 171], "(a): the values are columns of the row, and take no memory"),
+        ("13-1", [73728, 4, 171], "(a): one row serves all heads"),
+        ("13-1", [1024, 4, 171], "(a): the columns with the position are cached, too"),
+        ("13-1", [576, 4, 171], "(a): that is how many numbers a row has"),
+        ("13-1", [640, 4, 171], "(a): a row has 512 + 64 numbers, of 2 bytes each"),
+        ("13-1", [1152, 8, 171], "(b): that is for 128 heads. This model has 64"),
+        ("13-1", [1152, 1, 171], "(b): all 64 heads read the range, and a program has room for 16"),
+        ("13-1", [1152, 4, 170], "(c) is one too few"),
+        ("13-1", [1152, 4, 121], "(c): the expanded form multiplies 320 times for each query, too"),
+        ("13-1", [1152, 4, 500], "(c): for n queries a key and head take 1088 n multiplications absorbed"),
+        ("13-1", [1152, 4], "a list of three numbers, (a), (b) and (c), got [1152, 4]"),
+        ("13-2", 300, "Expected a power of two, such as 256 or 512, got 300"),
+        ("13-2", 256, "With tile=256 partials move 178% of the keys' bytes"),
+        ("13-2", 16384, "less than a tenth, but a smaller tile would do"),
         ("14-1", [1164, 69, 9], "(a): a draft has a bit for each of the 3 drafts, too"),
         ("14-1", [300, 69, 9], "(a): that is the memory for one request; the graph was captured for 4"),
         ("14-1", [400, 69, 9], "(a): a request has a row for each of its 3 drafts"),
@@ -218,6 +232,8 @@ def test_a_typical_mistake_gets_a_hint(number: str, answer: object, hint: str) -
         ("08-2", torch.tensor([-1, 0, 1, 1, 0])),
         ("12-1", torch.tensor([103, 104, 54])),
         ("12-2", torch.tensor([0, 2, 6, 9, 12, 3, 7, 10, 1, 4, 5, 8, 11])),
+        ("13-1", torch.tensor([1152, 4, 171])),
+        ("13-2", torch.tensor(8192)),
         ("14-1", torch.tensor([1200, 69, 9])),
         ("14-2", torch.tensor([64, 2, 6, 14, 30, 62])),
         ("14-2", [1, 4, 10, 22, 46, 64]),
@@ -259,6 +275,54 @@ def test_a_policy_that_finishes_near_an_even_share(mistake: str) -> None:
     rule, hint = QUARTERS[mistake]
     policy = HostPolicy(name="quarter", rule=rule, max_ranges=5000)
     assert hint in said("05-3", policy)
+
+
+# Latent attention
+
+
+def attend_latent(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    rows: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    scale: float,
+    *,
+    hidden: int | None = 1,
+    rope: float = 1.0,
+    wide: bool = False,
+    up: bool = True,
+) -> Tensor:
+    """The absorbed form; `hidden`: the first key that is hidden, counted from a query's own."""
+    queries, keys, latent = q_nope.shape[0], rows.shape[0], w_uk.shape[2]
+    q = torch.cat([torch.einsum("qhd,hdl->qhl", q_nope, w_uk), q_rope * rope], -1)
+    scores = torch.einsum("qhd,kd->qhk", q, rows) * (rows.shape[1] ** -0.5 if wide else scale)
+    if hidden is not None:
+        own = torch.arange(keys - queries, keys)
+        scores = scores.masked_fill((torch.arange(keys) >= own[:, None] + hidden)[:, None], -math.inf)
+    out = torch.einsum("qhk,kl->qhl", torch.softmax(scores, -1), rows[:, :latent])
+    return torch.einsum("qhl,hdl->qhd", out, w_uv) if up else out
+
+
+LATENT: dict[str, tuple[dict[str, Any], str]] = {
+    "right": ({}, "yes"),
+    "all keys": ({"hidden": None}, "With 3 queries, 9 keys and 4 heads: off by"),
+    "keys that come later": ({"hidden": None}, "Every query sees all keys, also of tokens that come after its own"),
+    "own key hidden": ({"hidden": 0}, "A query sees its own key as well"),
+    "scale of rows": ({"wide": True}, "That is the scale of rows. Use the one that is given"),
+    "no position": ({"rope": 0.0}, "The scores leave out the columns with the position"),
+    "latents": ({"up": False}, "these are latents"),
+}
+
+
+@pytest.mark.parametrize("mistake", LATENT)
+def test_latent_attention(mistake: str) -> None:
+    changes, hint = LATENT[mistake]
+    assert hint in said("13-3", lambda *args: attend_latent(*args, **changes))
+
+
+def test_latent_attention_without_a_scale() -> None:
+    assert "The scale is left out" in said("13-3", lambda *args: attend_latent(*args[:-1], 1.0))
 
 
 # Attention with grouped heads

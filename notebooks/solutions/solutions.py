@@ -185,6 +185,30 @@ def accepted(parents, tokens, chosen):
     return path
 
 
+# %% 13-1
+# 576 numbers of 2 bytes; 64 heads in tiles of 16. Absorbed, n queries multiply 1,088 n times for each key and head;
+# expanded 320 n times, and 131,072 times before: 131,072 / 768 is 170.7.
+answer_13_1 = [1152, 4, 171]
+
+# %% 13-2
+# 16 ranges are left of 131,072 tokens, with 128 programs for 132 multiprocessors.
+answer_13_2 = 8192
+
+
+# %% 13-3
+def attend_latent(q_nope, q_rope, rows, w_uk, w_uv, scale):
+    """Return the output of every query and head."""
+    queries, keys, latent = q_nope.shape[0], rows.shape[0], w_uk.shape[2]
+    absorbed = einsum(q_nope, w_uk, "queries heads dim, heads dim latent -> queries heads latent")
+    q = torch.cat([absorbed, q_rope], -1)
+    scores = einsum(q, rows, "queries heads dim, keys dim -> queries heads keys") * scale
+    position = torch.arange(keys - queries, keys)
+    behind = torch.arange(keys) > position[:, None]
+    weights = torch.softmax(scores.masked_fill(behind[:, None], -math.inf), -1)
+    latents = einsum(weights, rows[:, :latent], "queries heads keys, keys latent -> queries heads latent")
+    return einsum(latents, w_uv, "queries heads latent, heads dim latent -> queries heads dim")
+
+
 # %% 14-1
 # Four requests have 3 rows of 97 + 3 bits each. The one has 3 rows of 20 + 3, and 3 of the 4 x 3 rows of an input.
 answer_14_1 = [1200, 69, 9]
