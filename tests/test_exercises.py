@@ -174,7 +174,7 @@ def test_a_list_or_a_state_that_is_changed_in_place_is_noticed() -> None:
         ("13-1", [1024, 4, 171], "(a): the columns with the position are cached, too"),
         ("13-1", [576, 4, 171], "(a): that is how many numbers a row has"),
         ("13-1", [640, 4, 171], "(a): a row has 512 + 64 numbers, of 2 bytes each"),
-        ("13-1", [1152, 8, 171], "(b): that is for 128 heads. This model has 64"),
+        ("13-1", [1152, 8, 171], "(b): that is for the heads of DeepSeek-V3. This model has 64"),
         ("13-1", [1152, 1, 171], "(b): all 64 heads read the range, and a program has room for 16"),
         ("13-1", [1152, 4, 170], "(c) is one too few"),
         ("13-1", [1152, 4, 121], "(c): the expanded form multiplies 320 times for each query, too"),

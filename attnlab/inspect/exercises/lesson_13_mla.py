@@ -12,16 +12,18 @@ from torch import Tensor
 
 from attnlab.eager import oracle
 from attnlab.inspect.exercises.registry import Wrong, ask, exercise, near, off_by, same_tensor, whole_numbers
-from attnlab.inspect.workbench import H200_MULTIPROCESSORS
-from attnlab.kernels.decode import head_tiles
+from attnlab.inspect.footprint import Footprint
+from attnlab.inspect.workbench import H200_MULTIPROCESSORS, workbench
 from attnlab.plan.policies.tile import Tile
 from attnlab.plan.policy import SplitContext
 from attnlab.plan.splits import cut
 from attnlab.plan.workspace import scratch_bytes
 from attnlab.spec import AttentionSpec, ModelSpec
 
-KIMI, NOPE, ROPE, VALUE = "Kimi-K2-Instruct", 128, 64, 128
-"""The model that 13-1 asks for, and the columns of its heads' own keys, without and with position, and values."""
+KIMI, LARGER = "Kimi-K2-Instruct", "DeepSeek-V3"
+"""The model that 13-1 asks for, and the lesson's."""
+NOPE, ROPE, VALUE = 128, 64, 128
+"""Columns of its heads' own keys, without and with position, and of their values."""
 LENGTH, SHARE = 131_072, 0.1
 """The request of 13-2, and what its partial results may move, as a share of the keys' bytes."""
 
@@ -52,11 +54,18 @@ def _token(got: int, spec: AttentionSpec) -> str:
 
 
 def _programs(got: int, spec: AttentionSpec) -> str:
-    if got == head_tiles(spec.group):
+    if got == _programs_a_range(KIMI):
         return ""
-    if got == head_tiles(2 * spec.group):
-        return f"(b): that is for {2 * spec.group} heads. This model has {spec.heads}."
+    if got == _programs_a_range(LARGER):
+        return f"(b): that is for the heads of {LARGER}. This model has {spec.heads}."
     return f"(b): all {spec.heads} heads read the range, and a program has room for 16 of them."
+
+
+def _programs_a_range(name: str) -> int:
+    """Return how many programs read the one range of a request of one token."""
+    bench = workbench(name, lens=[1], policy="static", engine="eager", layers=[0])
+    spec = bench.model.layer(0).attention
+    return Footprint.of(bench.plan().lane(0), spec, multiprocessors=H200_MULTIPROCESSORS).programs
 
 
 def _queries(got: int, spec: AttentionSpec) -> str:
@@ -89,7 +98,7 @@ def smallest_tile(answer: Any) -> str:
 
 def _moved(tile: int) -> float:
     """Bytes of partial results, written and read, as a share of the keys'."""
-    spec = ModelSpec.load("DeepSeek-V3").layers[0].attention
+    spec = ModelSpec.load(LARGER).layers[0].attention
     ctx = SplitContext(
         heads=spec.heads,
         kv_heads=spec.kv_heads,
