@@ -19,7 +19,6 @@ from attnlab.mask import CAUSAL
 from attnlab.memory.pool import KVPool, KVView, compute_dtype
 from attnlab.memory.requests import RequestTable
 from attnlab.memory.rows import read_back
-from attnlab.plan import policies  # noqa: F401  (registers the policies)
 from attnlab.plan.build import Planner
 from attnlab.plan.call import FLOATS, DecodeCall
 from attnlab.plan.draft import DraftPlan

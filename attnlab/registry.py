@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """A named collection that knows what it holds.
+    """A named collection that knows what it holds. `home`: a package whose files register themselves, when asked for.
 
     >>> sizes: Registry[int] = Registry("size")
     >>> sizes.add("small", 1, owner="shirts")
@@ -23,8 +23,8 @@ class Registry(Generic[T]):
     ValueError: size: expected one of small, got 'large'
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, *, home: str | None = None) -> None:
+        self.kind, self._home = kind, home
         self._items: dict[str, T] = {}
         self._owners: dict[str, str] = {}
 
@@ -42,13 +42,21 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         """Return the item of that name; raise ValueError with the known names where there is none."""
+        self._fill()
         if not isinstance(name, str) or name not in self._items:
             raise ValueError(f"{self.kind}: expected one of {', '.join(self._items)}, got {name!r}")
         return self._items[name]
 
     def names(self) -> list[str]:
         """All names, in the order of registration."""
+        self._fill()
         return list(self._items)
+
+    def _fill(self) -> None:
+        """Import the home package, once: its `__init__` imports every file."""
+        home, self._home = self._home, None
+        if home is not None:
+            importlib.import_module(home)
 
 
 def import_all(path: Iterable[str], package: str) -> None:

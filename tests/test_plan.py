@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -641,3 +643,14 @@ def test_a_plan_that_the_scratch_cannot_hold_is_refused() -> None:
     bench = Bench([500, 500, 500])
     with pytest.raises(ValueError, match=r"batch: may need 24 ranges, the scratch holds 16; .* larger max_requests"):
         backend(bench).plan(bench.batch())
+
+
+def test_a_policy_is_found_by_name_in_a_fresh_process() -> None:
+    """Nothing but the rule's own door is imported: its file registers itself when it is asked for."""
+    words = (
+        "from attnlab.plan.policy import SplitContext; from attnlab.plan.splits import cut; "
+        "ctx = SplitContext(heads=4, kv_heads=2, v_dim=16, mla=False, context_len=64, multiprocessors=8); "
+        "print(cut('seed', [5], ctx).to_host().ranges)"
+    )
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "(((0, 5),),)"

@@ -3,7 +3,7 @@
 from attnlab.registry import Registry
 from attnlab.spec import ScoreMod
 
-score_mods: Registry[ScoreMod] = Registry("score modifier")
+score_mods: Registry[ScoreMod] = Registry("score modifier", home="attnlab.mods")
 
 
 def register_score_mod(mod: ScoreMod) -> ScoreMod:

@@ -132,7 +132,7 @@ class HostPolicy:
         return SplitBounds(max_ranges=self.max_ranges, min_size=1)
 
 
-split_policies: Registry[Any] = Registry("policy")
+split_policies: Registry[Any] = Registry("policy", home="attnlab.plan.policies")
 """Policy classes (their instances are policies) and host policies, by name."""
 
 

@@ -145,7 +145,6 @@ SizesOf = Callable[[SplitPolicy, Tensor, SplitContext], SplitSizes]
 def cut(policy: str | SplitPolicy | HostPolicy, lens: Sequence[int], ctx: SplitContext) -> SplitPlan:
     """Return how a policy cuts a batch, on the CPU, without a pool or a model: for studying policies.
 
-    >>> import attnlab.plan.policies
     >>> ctx = SplitContext(heads=32, kv_heads=8, v_dim=128, mla=False, context_len=4096, multiprocessors=132)
     >>> cut("static", [257, 5], ctx).to_host().effective
     (5, 1)
