@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from attnlab import split_policy
+from attnlab._boot import INTERPRETED
+from attnlab._triton import jit, tl
 from attnlab.eager import oracle
-from attnlab.inspect.exercises import check_exercise
+from attnlab.inspect.exercises import check_exercise, lesson_06_decode_kernel
 from attnlab.inspect.exercises.registry import exercises
 from attnlab.inspect.exercises.toy import toy
+from attnlab.kernels.core import finite_or_zero
 from attnlab.plan.index import KVIndex
 from attnlab.plan.policy import HostPolicy
 
@@ -144,6 +147,20 @@ def test_a_list_or_a_state_that_is_changed_in_place_is_noticed() -> None:
             "One request of 32,000 keys, 8 KV heads and 132 multiprocessors: the finish is 4,000 keys, 2.06",
         ),
         ("05-3", "tile", "125 ranges, and 67 should do. Measure a range against the even share"),
+        ("06-1", [264, 1024], "The other way round"),
+        ("06-1", [384, 264], "(a): a tile has 16 rows"),
+        ("06-1", [704, 264], "(a): the last tile has all its lanes"),
+        ("06-1", [512, 264], "(a): that is one tile. How many does a range of 44 keys take?"),
+        ("06-1", [1536, 264], "(a): a program serves one KV head"),
+        ("06-1", [7, 264], "(a): 16 rows, 32 lanes a tile"),
+        ("06-1", [1024, 1056], "(b): those are the heads of the layer"),
+        ("06-1", [1024, 258], "(b): keys 256 to 299, both included, are one more"),
+        ("06-1", [1024, 7], "(b): 44 keys, and how many"),
+        ("06-1", [1024], "a list of two numbers, (a) and (b), got [1024]"),
+        ("06-2", lambda kv_head, tile, lane, group: kv_head * group + tile * 16 + lane, "no member 1, counted from 0"),
+        ("06-2", lambda kv_head, tile, lane, group: lane if lane < group else -1, "Head 0 reads KV head 0. Where does"),
+        ("06-2", lambda kv_head, tile, lane, group: -1, "The group has a member 0: this lane is in use"),
+        ("06-3", lambda *pointers: None, "Expected a kernel, a function below @triton.jit, got function"),
         ("08-1", [84, 85, 104], "(a) is one too early. The 100 cached tokens stand at 0 to 99, the new one at 100"),
         ("08-1", [0, 85, 104], "(a): the query stands at 100, and sees 16 keys with its own"),
         ("08-1", [85, 104, 104], "(b): one list serves all queries"),
@@ -228,6 +245,7 @@ def test_a_typical_mistake_gets_a_hint(number: str, answer: object, hint: str) -
         ("04-1", torch.tensor(5)),
         ("05-1", torch.tensor(68)),
         ("05-2", torch.tensor([4096])),
+        ("06-1", torch.tensor([1024, 264])),
         ("08-1", torch.tensor([85, 85, 104])),
         ("08-2", torch.tensor([-1, 0, 1, 1, 0])),
         ("12-1", torch.tensor([103, 104, 54])),
@@ -649,3 +667,60 @@ TRANSLATIONS: dict[str, tuple[Callable[..., Any], str]] = {
 def test_a_translation(mistake: str) -> None:
     answer, hint = TRANSLATIONS[mistake]
     assert hint in said("15-3", answer)
+
+
+# A merge in Triton
+
+
+@jit
+def merge(
+    indptr_ptr: Any,
+    max_ptr: Any,
+    sum_ptr: Any,
+    acc_ptr: Any,
+    out_ptr: Any,
+    fade_acc: Any,
+    fade_sum: Any,
+    safe: Any,
+    divide: Any,
+    more: Any,
+) -> None:
+    row, dims = tl.program_id(0), tl.arange(0, 16)
+    top, total, acc = float("-inf"), 0.0, tl.zeros([16], tl.float32)
+    for partial in range(tl.load(indptr_ptr + row), tl.load(indptr_ptr + row + 1) + more):
+        own = tl.load(max_ptr + partial)
+        higher = tl.maximum(top, own)
+        shift = finite_or_zero(higher) if safe else higher
+        fade, weight = tl.exp(top - shift), tl.exp(own - shift)
+        total = total * fade + tl.load(sum_ptr + partial) * weight if fade_sum else total + tl.load(sum_ptr + partial)
+        own_acc = tl.load(acc_ptr + partial * 16 + dims)
+        acc = acc * fade + own_acc * weight if fade_acc else acc + own_acc
+        top = higher
+    total = tl.where(total == 0.0, 1.0, total) if safe else total
+    tl.store(out_ptr + row * 16 + dims, acc / total if divide else acc)
+
+
+MERGES: dict[str, tuple[dict[str, int], str]] = {
+    "right": ({}, "yes"),
+    "acc as it is": ({"fade_acc": 0}, "The sum is brought to the largest maximum, acc is not"),
+    "sum as it is": ({"fade_sum": 0}, "acc is brought to the largest maximum, the sum is not"),
+    "both as they are": ({"fade_acc": 0, "fade_sum": 0}, "Partials are measured from their own maxima"),
+    "not divided": ({"divide": 0}, "That is acc: divide by the sum"),
+    "nothing": ({"safe": 0}, "It has no partial: 0 divided by 0 is nan"),
+    "one less": ({"more": -1}, "The last partial is left out"),
+    "one more": ({"more": 1}, "off by up to"),
+}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the mistakes are chosen while the kernel runs")
+@pytest.mark.parametrize("mistake", MERGES)
+def test_a_merge_in_triton(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    how, hint = MERGES[mistake]
+    chosen = {"fade_acc": 1, "fade_sum": 1, "safe": 1, "divide": 1, "more": 0, **how}
+
+    class Chosen:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args: merge[grid](*args, *chosen.values())
+
+    monkeypatch.setattr(lesson_06_decode_kernel, "is_jitted", lambda answer: True)
+    assert hint in said("06-3", Chosen())

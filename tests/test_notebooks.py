@@ -213,7 +213,9 @@ def execute(path: Path, folder: Path, answers: dict[str, str]) -> dict[str, str]
         notebook, timeout=SECONDS, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    client.execute(env={**os.environ, "PYTHONPATH": paths})
+    # A lesson that prints from within a kernel asks for the interpreter, also where there is a GPU.
+    interpret = {"ATTNLAB_INTERPRET": "1"} if "ATTNLAB_INTERPRET=1" in text_of(path) else {}
+    client.execute(env={**os.environ, "PYTHONPATH": paths, **interpret})
     outputs = [(cell["id"], output) for cell in notebook.cells for output in cell.get("outputs", [])]
     # A picture that cannot be drawn is an error among the outputs, and no failed cell.
     assert [(name, output.evalue) for name, output in outputs if output.output_type == "error"] == []

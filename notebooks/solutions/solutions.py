@@ -9,6 +9,7 @@ import torch
 from einops import einsum, rearrange
 
 import attnlab
+from attnlab.kernels.core import finite_or_zero
 from attnlab.plan.index import KVIndex
 from attnlab.plan.policies.static import Static
 from attnlab.plan.policy import SplitContext
@@ -142,6 +143,37 @@ def quarter(lens, ctx):
     even = sum(lens) * ctx.kv_heads / ctx.multiprocessors
     size = max(32, math.ceil(even / 4))
     return [[(at, min(at + size, n)) for at in range(0, n, size)] for n in lens]
+# %% 06-1
+# Two tiles of 16 rows and 32 lanes. A group has 24 / 4 = 6 heads, and the range 44 keys.
+answer_06_1 = [16 * 64, 6 * 44]
+
+
+# %% 06-2
+def head_of(kv_head, tile, lane, group):
+    """Return the query head in a lane of a KV head's tile, or -1 where the lane is idle."""
+    member = tile * 16 + lane
+    return kv_head * group + member if member < group else -1
+
+
+# %% 06-3
+import triton  # noqa: E402  (attnlab comes first: it decides whether kernels are interpreted)
+import triton.language as tl  # noqa: E402
+
+
+@triton.jit
+def merge(indptr_ptr, max_ptr, sum_ptr, acc_ptr, out_ptr):
+    """Merge the partials of row `tl.program_id(0)`, and store its output."""
+    row, dims = tl.program_id(0), tl.arange(0, 16)
+    top, total, acc = float("-inf"), 0.0, tl.zeros([16], tl.float32)
+    for partial in range(tl.load(indptr_ptr + row), tl.load(indptr_ptr + row + 1)):
+        own_top = tl.load(max_ptr + partial)
+        new_top = tl.maximum(top, own_top)
+        shift = finite_or_zero(new_top)
+        fade, weight = tl.exp(top - shift), tl.exp(own_top - shift)
+        total = total * fade + tl.load(sum_ptr + partial) * weight
+        acc = acc * fade + tl.load(acc_ptr + partial * 16 + dims) * weight
+        top = new_top
+    tl.store(out_ptr + row * 16 + dims, acc / tl.where(total == 0.0, 1.0, total))
 
 
 # %% 08-1
