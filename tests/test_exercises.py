@@ -161,6 +161,24 @@ def test_a_list_or_a_state_that_is_changed_in_place_is_noticed() -> None:
         ("06-2", lambda kv_head, tile, lane, group: lane if lane < group else -1, "Head 0 reads KV head 0. Where does"),
         ("06-2", lambda kv_head, tile, lane, group: -1, "The group has a member 0: this lane is in use"),
         ("06-3", lambda *pointers: None, "Expected a kernel, a function below @triton.jit, got function"),
+        ("07-1", [20, 15], "(a): that would be all of them"),
+        ("07-1", [12, 15], "(a): those are the tiles of cached keys alone"),
+        ("07-1", [6, 15], "(a): those are the tiles of new keys alone"),
+        ("07-1", [15, 15], "(a): the new keys are an array of their own"),
+        ("07-1", [7, 15], "(a): there are 4 tiles of queries"),
+        ("07-1", [18, 16], "(b): that would be all of them"),
+        ("07-1", [18, 18], "(b): in one list the tile that holds the last cached keys"),
+        ("07-1", [18, 7], "(b): tile i of queries reads the list up to 300 + 64 (i + 1)"),
+        ("07-1", [18], "a list of two numbers, (a) and (b), got [18]"),
+        (
+            "07-2",
+            200,
+            "Chunks of 200 visit 111 tiles, and fewer would do. The last tile of queries of every chunk has 8",
+        ),
+        ("07-2", 64, "The queries fill their tiles. But 64 cached keys leave a tile of keys with idle lanes"),
+        ("07-2", 1024, "Expected 1 to 200 tokens, got 1024"),
+        ("07-2", 0, "Expected 1 to 200 tokens, got 0"),
+        ("07-3", lambda tile, *rest: (0, 0, 0), "expected 4 things, (first entry, last entry, first new, last new)"),
         ("08-1", [84, 85, 104], "(a) is one too early. The 100 cached tokens stand at 0 to 99, the new one at 100"),
         ("08-1", [0, 85, 104], "(a): the query stands at 100, and sees 16 keys with its own"),
         ("08-1", [85, 104, 104], "(b): one list serves all queries"),
@@ -246,6 +264,8 @@ def test_a_typical_mistake_gets_a_hint(number: str, answer: object, hint: str) -
         ("05-1", torch.tensor(68)),
         ("05-2", torch.tensor([4096])),
         ("06-1", torch.tensor([1024, 264])),
+        ("07-1", torch.tensor([18, 15])),
+        ("07-2", torch.tensor(128)),
         ("08-1", torch.tensor([85, 85, 104])),
         ("08-2", torch.tensor([-1, 0, 1, 1, 0])),
         ("12-1", torch.tensor([103, 104, 54])),
@@ -667,6 +687,59 @@ TRANSLATIONS: dict[str, tuple[Callable[..., Any], str]] = {
 def test_a_translation(mistake: str) -> None:
     answer, hint = TRANSLATIONS[mistake]
     assert hint in said("15-3", answer)
+
+
+# The tiles of an extend
+
+
+def visits(
+    tile: int,
+    cached: int,
+    new: int,
+    window: int | None,
+    block_m: int,
+    block_n: int,
+    *,
+    by_borders: bool = False,
+    rounded: bool = True,
+    clipped: bool = True,
+    of_new: bool = True,
+    back: int = 1,
+) -> tuple[int, int, int, int]:
+    query = cached + tile * block_m
+    start = 0 if window is None else max(0, cached - window + 1)
+    seen = 0 if window is None else max(0, query - window + back)
+    listed, step = cached - start, block_n if rounded else 1
+    first = max(0, seen - start) // step * step if seen < cached or by_borders else listed
+    last = (tile + 1) * block_m
+    return first, listed, max(0, seen - cached) // step * step if of_new else 0, min(new, last) if clipped else last
+
+
+VISITS: dict[str, tuple[dict[str, Any], str]] = {
+    "right": ({}, "yes"),
+    "as the kernel does": ({"by_borders": True}, "It should visit nothing of the list: no query of the tile sees any"),
+    "not rounded": ({"rounded": False}, "Tiles begin at multiples of 128: round down to one"),
+    "beyond the end": ({"clipped": False}, "There are 5: behind them is nothing to read"),
+    "new ones from the first": ({"of_new": False}, "sees back to 47 there; in which tile is that?"),
+    "a window one key short": ({"back": 2}, "sees back to 48 there; in which tile is that?"),
+}
+
+
+@pytest.mark.parametrize("mistake", VISITS)
+def test_the_tiles_of_an_extend(mistake: str) -> None:
+    how, hint = VISITS[mistake]
+    assert hint in said("07-3", lambda *args: visits(*args, **how))
+
+
+def test_all_new_keys_are_too_many() -> None:
+    def all_new(tile: int, cached: int, new: int, *rest: Any) -> tuple[int, ...]:
+        return (*visits(tile, cached, new, *rest)[:3], new)
+
+    assert "Where does the last query of the tile stand?" in said("07-3", all_new)
+    assert "There is no entry -6 of the list: the first is 0" in said("07-3", lambda *args: (-6, *visits(*args)[1:]))
+    assert "Of the list it should visit 0 to 6. Where does the last query" in said(
+        "07-3", lambda *args: (0, 0, *visits(*args)[2:])
+    )
 
 
 # A merge in Triton

@@ -176,6 +176,26 @@ def merge(indptr_ptr, max_ptr, sum_ptr, acc_ptr, out_ptr):
     tl.store(out_ptr + row * 16 + dims, acc / tl.where(total == 0.0, 1.0, total))
 
 
+# %% 07-1
+# Each of 4 tiles of queries visits 3 tiles of cached keys, and 1, 1, 2 and 2 of new ones: 12 + 6. In one list they read
+# up to key 364, 428, 492 and 500: 3 + 4 + 4 + 4.
+answer_07_1 = [18, 15]
+
+# %% 07-2
+# With 64, every tile of queries is full as well, but every second chunk cuts a tile of cached keys in two.
+answer_07_2 = 128
+
+
+# %% 07-3
+def visits(tile, cached, new, window, block_m, block_n):
+    """Return (first, last) of the list's entries, then (first, last) of the new keys."""
+    query = cached + tile * block_m  # the first of the tile
+    start, seen = (0 if window is None else max(0, at - window + 1) for at in (cached, query))
+    listed = cached - start
+    first = (seen - start) // block_n * block_n if seen < cached else listed  # or else nothing of the list is seen
+    return first, listed, max(0, seen - cached) // block_n * block_n, min(new, (tile + 1) * block_m)
+
+
 # %% 08-1
 # The new token stands at 100, and 15 keys before it are in its window: 85. An extend's list begins where its first
 # query looks back to, which stands at 100 as well. The last of 20 stands at 119.
