@@ -144,14 +144,14 @@ def quarter(lens, ctx):
     size = max(32, math.ceil(even / 4))
     return [[(at, min(at + size, n)) for at in range(0, n, size)] for n in lens]
 # %% 06-1
-# Two tiles of 16 rows and 32 lanes. A group has 24 / 4 = 6 heads, and the range 44 keys.
+# Two tiles of 16 rows and 32 columns. A group has 24 / 4 = 6 heads, and the range 44 keys.
 answer_06_1 = [16 * 64, 6 * 44]
 
 
 # %% 06-2
-def head_of(kv_head, tile, lane, group):
-    """Return the query head in a lane of a KV head's tile, or -1 where the lane is idle."""
-    member = tile * 16 + lane
+def head_of(kv_head, tile, row, group):
+    """Return the query head in a row of a KV head's tile, or -1 where the row is idle."""
+    member = tile * 16 + row
     return kv_head * group + member if member < group else -1
 
 

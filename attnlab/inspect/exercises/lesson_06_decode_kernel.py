@@ -25,7 +25,7 @@ DIM = 16
 
 
 @exercise("06-1", Sequence, "a list of two numbers")
-def lanes_of_a_program(answer: Any) -> str:
+def scores_of_a_program(answer: Any) -> str:
     """The scores that a program computes, and those that are of a head and a key."""
     block = SplitConfig.choose(LAYER, H200, fp32=False).block_n
     tiles = -(-len(KEYS) // block)
@@ -35,17 +35,19 @@ def lanes_of_a_program(answer: Any) -> str:
         return f"Expected a list of two numbers, (a) and (b), got {answer!r}."
     a, b = numbers
     if (a, b) == (useful, computed):
-        return "The other way round: (a) is what is computed, and idle lanes are computed as well."
+        return "The other way round: (a) is what is computed, and idle rows and columns are computed as well."
     if a == LAYER.group * block * tiles:
         return "(a): a tile has 16 rows, whether or not there is a head for each."
     if a == HEAD_TILE * len(KEYS):
-        return f"(a): the last tile has all its lanes, whether or not there is a key for each. A tile is {block} keys."
+        return (
+            f"(a): the last tile has all its columns, whether or not there is a key for each. A tile is {block} keys."
+        )
     if a == HEAD_TILE * block:
         return f"(a): that is one tile. How many does a range of {len(KEYS)} keys take?"
     if a == LAYER.heads * block * tiles or a == 2 * computed:
         return "(a): a program serves one KV head, and so the query heads of one group."
     if a != computed:
-        return f"(a): {HEAD_TILE} rows, {block} lanes a tile, and how many tiles?"
+        return f"(a): {HEAD_TILE} rows, {block} columns a tile, and how many tiles?"
     if b == LAYER.heads * len(KEYS):
         return "(b): those are the heads of the layer. A program serves one KV head: how many query heads share it?"
     if b == LAYER.group * (len(KEYS) - 1):
@@ -54,15 +56,15 @@ def lanes_of_a_program(answer: Any) -> str:
 
 
 @exercise("06-2", Callable)
-def head_in_a_lane(answer: Any) -> str:
-    """Every query head in one lane of its own KV head's tiles."""
+def head_in_a_row(answer: Any) -> str:
+    """Every query head in one row of its own KV head's tiles."""
     for group in GROUPS:
         for kv_head in range(3):
             for tile in range(head_tiles(group)):
-                for lane in range(HEAD_TILE):
-                    case = f"KV head {kv_head}, tile {tile}, lane {lane}, of a group of {group}"
-                    (got,) = whole_numbers([ask(case, answer, kv_head, tile, lane, group)])
-                    member = tile * HEAD_TILE + lane
+                for row in range(HEAD_TILE):
+                    case = f"KV head {kv_head}, tile {tile}, row {row}, of a group of {group}"
+                    (got,) = whole_numbers([ask(case, answer, kv_head, tile, row, group)])
+                    member = tile * HEAD_TILE + row
                     expected = kv_head * group + member if member < group else -1
                     if got != expected:
                         return f"{case}: expected {expected}, got {got}. {_why_not(got, kv_head, member, group)}"
@@ -74,7 +76,7 @@ def _why_not(got: int, kv_head: int, member: int, group: int) -> str:
     if member >= group:
         return f"The group has no member {member}, counted from 0: its last tile is not full."
     if got == -1:
-        return f"The group has a member {member}: this lane is in use."
+        return f"The group has a member {member}: this row is in use."
     if got // group != kv_head:
         return f"Head {got} reads KV head {got // group}. Where does the first query head of KV head {kv_head} stand?"
     return f"The heads of KV head {kv_head} begin at {kv_head * group}, and this is member {member} of them."

@@ -58,7 +58,7 @@ def length_of_a_chunk(answer: Any) -> str:
     words = f"Chunks of {length} visit {visited} tiles, and fewer would do."
     if length % BLOCK_M:
         return f"{words} The last tile of queries of every chunk has {length % BLOCK_M} of {BLOCK_M}."
-    return f"{words} The queries fill their tiles. But {length} cached keys leave a tile of keys with idle lanes."
+    return f"{words} The queries fill their tiles. But {length} cached keys leave a tile of keys with idle columns."
 
 
 @exercise("07-3", Callable)
