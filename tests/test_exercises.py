@@ -15,7 +15,7 @@ from attnlab._boot import INTERPRETED
 from attnlab._triton import jit, tl
 from attnlab.eager import oracle
 from attnlab.inspect.exercises import check_exercise, lesson_06_decode_kernel
-from attnlab.inspect.exercises.registry import exercises
+from attnlab.inspect.exercises.registry import Wrong, ask, exercises
 from attnlab.inspect.exercises.toy import toy
 from attnlab.kernels.core import finite_or_zero
 from attnlab.plan.index import KVIndex
@@ -797,3 +797,10 @@ def test_a_merge_in_triton(mistake: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(lesson_06_decode_kernel, "is_jitted", lambda answer: True)
     assert hint in said("06-3", Chosen())
+
+
+def test_a_function_that_leaves_nan_alone_changes_nothing() -> None:
+    given = torch.tensor([float("nan"), 1.0])
+    assert ask("x", lambda t: 1, given) == 1
+    with pytest.raises(Wrong, match="it changes what it is given"):
+        ask("x", lambda t: t.fill_(float("nan")) is not None, given)
