@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from attnlab.batch import VerifyBatch as VerifyBatch
     from attnlab.explore.merge import explore_merge as explore_merge
     from attnlab.explore.splits import explore_splits as explore_splits
+    from attnlab.inspect.compare import compare as compare
     from attnlab.inspect.describe import describe as describe
     from attnlab.inspect.heads import heads as heads
     from attnlab.inspect.info import info as info
@@ -65,6 +66,7 @@ _HOME = {
     "describe": "inspect.describe",
     "record": "inspect.record",
     "Scores": "inspect.record",
+    "compare": "inspect.compare",
     "Trace": "trace",
     "heads": "inspect.heads",
     "AttentionSpec": "spec",

@@ -35,6 +35,8 @@ BAR_WIDTH = 0.13
 BAR_STEPS = 128
 LEVELS = 96
 """Cells have so many colours, more than the eye tells apart: a noisy image of them is then half as large a file."""
+LEAST_SEEN = 0.14
+"""Where the smallest difference lies on the map of differences: beside the paper, which stands for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,21 @@ def score_scale(theme: Theme, limit: float, *, lower: bool = False) -> Scale:
         map=_map("score", theme.name),
         place=lambda scores: (1 + scores / limit) / 2,
         ticks=((limit, f"+{limit:g}"), (0.0, "0"), (-limit, least)),
+    )
+
+
+def difference_scale(theme: Theme) -> Scale:
+    """Return the logarithmic scale of relative differences, 1e-8 to 1; whatever is not 0 can be told from it."""
+
+    def place(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        placed = 1 + np.log10(np.clip(values, 1e-8, 1.0)) / 8
+        return np.where(values > 0, LEAST_SEEN + (1 - LEAST_SEEN) * placed, 0.0)
+
+    return Scale(
+        name="difference",
+        map=_map("weight", theme.name),
+        place=place,
+        ticks=((1.0, "≥ 1"), *((10.0**-i, f"1e-{i}") for i in (2, 4, 6)), (1e-8, "≤ 1e-8"), (0.0, "0")),
     )
 
 

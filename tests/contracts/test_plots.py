@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 import attnlab
 from attnlab import graphs
@@ -33,6 +34,11 @@ def examples() -> dict[str, Any]:
     wb = attnlab.workbench("SmolLM2-135M", lens=[300, 40], policy="static", engine="eager")
     with wb.record(scores=Scores(pool="key")) as trace:
         wb.decode(18)
+    narrow = attnlab.workbench(
+        "SmolLM2-135M", lens=[300, 40], policy="seed", engine="eager", kv_dtype=torch.float8_e4m3fn
+    )
+    with narrow.record(scores=True) as small:
+        narrow.decode(18)
     plan, table = wb.plan(), wb.table
     lane = plan.lane(18)
     extended = wb.backend.plan(attnlab.ExtendBatch.of(rows=table.rows[:2], prefix=[290, 40], new=[10, 0], device="cpu"))
@@ -45,7 +51,7 @@ def examples() -> dict[str, Any]:
     values = [
         *(wb, plan, lane, lane.splits, lane.splits.to_host(), schedule_views(wb)[0]),
         *(wb.merge(18, request=0, head=3), wb.scores(18, request=0), wb.stages(18, request=1, head=3)),
-        *(trace, trace.call(18), attnlab.heads(trace)),
+        *(trace, trace.call(18), attnlab.compare(trace, small), attnlab.heads(trace)),
         *(wb.pool.allocator, PageMap.of(wb.pool.allocator)),
         *(lane.layout, IndexView.of(lane.layout), extended.lane(18)),
         *(verified, TreeView.of(verified, request=0, layer=18)),
