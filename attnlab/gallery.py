@@ -12,6 +12,8 @@ from attnlab.backend import AttentionBackend
 from attnlab.batch import DecodeBatch, DraftBatch, VerifyBatch
 from attnlab.graphs.graph import capture
 from attnlab.graphs.shapes import VerifyShape
+from attnlab.inspect.compare import compare
+from attnlab.inspect.recorder import Scores
 from attnlab.inspect.samples import MODEL
 from attnlab.inspect.traffic import draw_decode_lens, scale_to
 from attnlab.inspect.tree_view import TreeView
@@ -29,6 +31,7 @@ from attnlab.plots.picture import Picture
 from attnlab.plots.schedule_view import cut_view
 from attnlab.plots.show import show
 from attnlab.spec import ModelSpec
+from attnlab.trace import Trace
 
 
 def split_schedule() -> Picture:
@@ -66,6 +69,33 @@ def attention_scores() -> Picture:
 def score_stages() -> Picture:
     """Return what the scores of an induction head go through."""
     return show(_whole_text().stages(18, request=0, head=6))
+
+
+def comparison() -> Picture:
+    """Return what it changes that one page of a request is overwritten with another's keys and values."""
+    bench = workbench(
+        MODEL,
+        lens=[2048, 1200, 700, 300, 96, 40],
+        policy=Static(splits=8),
+        engine="eager",
+        layers=(18,),
+        page_size=16,
+        kv_dtype=torch.float32,
+    )
+    runs = [_scored(bench)]
+    pages = [bench.table.slots_of(row)[640:656].long() for row in bench.table.rows[:2]]
+    layer = bench.model.layer(18).pool_layer
+    view = bench.pool.view(layer)
+    bench.pool.write(layer, pages[1], view.k[pages[0]], view.v[pages[0]])
+    runs.append(_scored(bench))
+    return show(compare(*runs, names=("before", "after")))
+
+
+def _scored(bench: Workbench) -> Trace:
+    with bench.record(scores=Scores(stages=("raw",), pool="key")) as trace:
+        # In fp32: fp16 outputs would count a few differences more or less on another machine.
+        bench.backend.decode(18, bench.newest(18)[0].float(), None, None, bench.plan(), save=False)
+    return trace
 
 
 def page_map() -> Picture:
@@ -154,6 +184,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "lse_merge": lse_merge,
     "attention_scores": attention_scores,
     "score_stages": score_stages,
+    "comparison": comparison,
     "page_map": page_map,
     "sliding_window": sliding_window,
     "tree_mask": tree_mask,
