@@ -5,10 +5,15 @@ import attnlab  # noqa: F401  isort: skip
 import hypothesis
 import pytest
 import torch
+from hypothesis import Phase
+
+UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target)
+"""For who asks whether a test fails, not where first: any example that fails will do."""
 
 hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("thorough", max_examples=1000, deadline=None)
 hypothesis.settings.register_profile("once", max_examples=5000, deadline=None)
+hypothesis.settings.register_profile("unshrunk", parent=hypothesis.settings.get_profile("ci"), phases=UNSHRUNK)
 hypothesis.settings.load_profile("ci")
 
 HAS_GPU = torch.cuda.is_available()
