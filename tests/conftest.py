@@ -7,6 +7,13 @@ import pytest
 import torch
 from hypothesis import Phase
 
+from attnlab import _triton
+from attnlab._boot import INTERPRETED
+from tests import patch_once
+
+if INTERPRETED and _triton.PROBLEM is None:
+    patch_once.install()
+
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target)
 """For who asks whether a test fails, not where first: any example that fails will do."""
 
