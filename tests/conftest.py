@@ -2,6 +2,8 @@
 
 import attnlab  # noqa: F401  isort: skip
 
+import os
+
 import hypothesis
 import pytest
 import torch
@@ -37,3 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _seeded() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # xdist runs a process per core
+
+
+@pytest.fixture(scope="session")
+def compiling(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process that compiles instead of interpreting; all share a cache, empty at first."""
+    cache = str(tmp_path_factory.mktemp("triton"))
+    return {**os.environ, "ATTNLAB_INTERPRET": "0", "TRITON_CACHE_DIR": cache}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,12 +16,10 @@ pytestmark = pytest.mark.skipif(_triton.PROBLEM is not None, reason="needs Trito
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The table, made in a process of its own that compiles instead of interpreting, with an empty cache."""
-    cache = tmp_path_factory.mktemp("triton")
-    environment = {**os.environ, "ATTNLAB_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+def compiled(compiling: dict[str, str]) -> str:
+    """The table, made in a process of its own."""
     command = [sys.executable, "-m", "attnlab.inspect.resources"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=compiling, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()
 
@@ -82,9 +79,8 @@ for variant in resources.variants(resources.TARGETS["sm_90"]):
 """
 
 
-def test_a_merge_waits_for_its_split(tmp_path: Path) -> None:
+def test_a_merge_waits_for_its_split(compiling: dict[str, str]) -> None:
     """Programmatic dependent launch: nothing is read before the wait, nothing stored after the release."""
-    environment = {**os.environ, "ATTNLAB_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", PDL], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", PDL], env=compiling, capture_output=True, text=True, check=False)
     kinds = {"split True", "merge True", "verify True", "verify merge True"}
     assert {line.split(",")[0] for line in done.stdout.splitlines()} == kinds, done.stdout + done.stderr[-2000:]
