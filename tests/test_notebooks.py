@@ -201,14 +201,15 @@ def test_it_ends_with_what_comes_next_and_the_solutions(path: Path) -> None:
 # Execution
 
 
-def execute(path: Path, folder: Path, answers: dict[str, str]) -> dict[str, str]:
-    """Run a notebook in a kernel of its own; return what every check says."""
+def execute(path: Path, folder: Path) -> dict[str, str]:
+    """Run a notebook in a kernel of its own, then every solution and its check once more; return what checks say."""
     nbclient = pytest.importorskip("nbclient")
     notebook = read(path)
-    for cell in notebook.cells:
-        number = cell["id"].removeprefix("answer-")
-        if cell["id"].startswith("answer-") and number in answers:
-            cell.source = preamble() + answers[number]
+    checks = {cell["id"]: cell.source for cell in notebook.cells}
+    for number in numbers(path):
+        answer = preamble() + solutions()[number]
+        notebook.cells.append(nbformat.v4.new_code_cell(answer, id=f"solution-{number}"))
+        notebook.cells.append(nbformat.v4.new_code_cell(checks[f"check-{number}"], id=f"solved-{number}"))
     client = nbclient.NotebookClient(
         notebook, timeout=SECONDS, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
@@ -219,19 +220,13 @@ def execute(path: Path, folder: Path, answers: dict[str, str]) -> dict[str, str]
     outputs = [(cell["id"], output) for cell in notebook.cells for output in cell.get("outputs", [])]
     # A picture that cannot be drawn is an error among the outputs, and no failed cell.
     assert [(name, output.evalue) for name, output in outputs if output.output_type == "error"] == []
-    said = {name: output.data["text/plain"] for name, output in outputs if output.output_type == "execute_result"}
-    return {number: said[f"check-{number}"] for number in numbers(path)}
+    return {name: output.data["text/plain"] for name, output in outputs if output.output_type == "execute_result"}
 
 
 @pytest.mark.slow
 @each_lesson
-def test_it_runs_and_its_checks_say_no_to_the_stubs(path: Path, tmp_path: Path) -> None:
-    for number, verdict in execute(path, tmp_path, {}).items():
-        assert verdict.startswith(f"{number}: not yet. ")
-
-
-@pytest.mark.slow
-@each_lesson
-def test_its_checks_say_yes_to_the_solutions(path: Path, tmp_path: Path) -> None:
-    for number, verdict in execute(path, tmp_path, solutions()).items():
-        assert verdict == f"{number}: yes, that is right."
+def test_it_runs_and_its_checks_say_no_to_the_stubs_and_yes_to_the_solutions(path: Path, tmp_path: Path) -> None:
+    said = execute(path, tmp_path)
+    for number in numbers(path):
+        assert said[f"check-{number}"].startswith(f"{number}: not yet. ")
+        assert said[f"solved-{number}"] == f"{number}: yes, that is right."
