@@ -11,10 +11,10 @@ from hypothesis import Phase
 
 from attnlab import _triton
 from attnlab._boot import INTERPRETED
-from tests import patch_once
+from tests import interpreter
 
 if INTERPRETED and _triton.PROBLEM is None:
-    patch_once.install()
+    interpreter.hasten()
 
 UNSHRUNK = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target)
 """For who asks whether a test fails, not where first: any example that fails will do."""

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from attnlab.gallery import PICTURES
+from attnlab.plots.picture import Picture
 
 FOLDER = Path(__file__).parent.parent / "notebooks" / "gallery"
+
+
+@cache
+def picture_of(name: str) -> Picture:
+    """Draw a picture, once for both themes."""
+    return PICTURES[name]()
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_committed_picture_says_what_is_drawn(name: str, theme: str) -> None:
-    picture = PICTURES[name]()
+    picture = picture_of(name)
     committed = ElementTree.parse(FOLDER / f"{name}_{theme}.svg").getroot()
     drawn = ElementTree.fromstring(picture.to_svg(theme=theme))
     for root in (committed, drawn):
