@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnlab import graphs
-from attnlab.inspect.graph_buffers import Buffer
+from attnlab.inspect.graph_contents import Buffer
 from attnlab.inspect.graph_view import GraphView
 from attnlab.plan.plans import DecodePlan
 from attnlab.plots import style

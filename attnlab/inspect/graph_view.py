@@ -7,7 +7,7 @@ from typing import Literal
 
 from attnlab.checks import describe, require
 from attnlab.graphs.graph import Graph
-from attnlab.inspect.graph_buffers import Buffer, buffers_of, tokens_of
+from attnlab.inspect.graph_contents import Buffer, buffers_of, tokens_of
 from attnlab.inspect.step import Mode, mode_of
 from attnlab.plan.draft import DraftPlan
 

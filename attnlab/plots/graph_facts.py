@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from attnlab.inspect.graph_buffers import Buffer
+from attnlab.inspect.graph_contents import Buffer
 from attnlab.inspect.graph_view import GraphView
 from attnlab.plots.words import plural, share, short
 from attnlab.units import size

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from attnlab.checks import require
 from attnlab.graphs.graph import Graph
-from attnlab.inspect.graph_buffers import Buffer
+from attnlab.inspect.graph_contents import Buffer
 from attnlab.inspect.graph_view import GraphView
 from attnlab.plots.cells import box, fill, hover, outline
 from attnlab.plots.graph_facts import buffer_words, caption, heading, in_words, source, statement
