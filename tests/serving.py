@@ -95,6 +95,7 @@ class Server:
         size: Size = Size(),  # noqa: B008 (frozen)
         modes: Sequence[str] = ("decode", "verify", "tree", "extend", "draft"),
         deterministic: bool = False,
+        max_tokens: int | None = None,
     ) -> None:
         self.size, self.device, self.random = size, device, random.Random(seed)
         self.model = model_of(pool, size)
@@ -111,7 +112,7 @@ class Server:
             engine=engine,
             policy=policy,
             max_requests=size.requests * TOPK,
-            max_tokens=self.pool.num_slots * TOPK,
+            max_tokens=self.pool.num_slots * TOPK if max_tokens is None else max_tokens,
             max_drafts=DRAFTS,
             multiprocessors=132,
             deterministic=deterministic,

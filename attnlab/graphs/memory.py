@@ -107,11 +107,28 @@ def renewed(plan: Filled, *, epoch: int, turn: Turn) -> Filled:
 
 def check_room(memory: AnyBatch, given: AnyBatch) -> None:
     """Raise ValueError where the memory is too small for a step's batch, or its mask lies askew in the memory's own."""
+    _check_totals(memory, given)
     for name, there, here in _pairs(memory, given):
         room, live = there.shape[0], here.shape[0]
         require(live <= room, f"{name}: expected at most the {room:,} entries that were captured, got {live:,}")
         askew = name == "mask" and _shares(there, here) and there.data_ptr() != here.data_ptr()
         require(not askew, "mask: lies in the graph's own bits, but not at their beginning; fill them from the front")
+
+
+def _check_totals(memory: AnyBatch, given: AnyBatch) -> None:
+    """Raise ValueError where requests have more tokens together than there is room for: lists would be cut off."""
+    for field in fields(memory):
+        there, here = getattr(memory, field.name), getattr(given, field.name)
+        if not isinstance(there, HostLens | DeviceLens) or not isinstance(here, HostLens | DeviceLens):
+            continue
+        total, room = min(here.bound_total, here.bound_max * here.count), there.bound_total
+        bound, promise = ("", "") if isinstance(here, HostLens) else ("up to ", "promise a smaller bound_total, or ")
+        require(
+            total <= room,
+            f"{field.name}: {bound}{total:,} tokens in all, the graph was captured for {room:,}, the backend's "
+            f"max_tokens; {promise}build the backend with max_tokens of at least {total:,} (tokens whose slots several "
+            "requests share count for each of them), and capture again",
+        )
 
 
 def refill_batch(memory: AnyBatch, given: AnyBatch) -> None:

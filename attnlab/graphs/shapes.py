@@ -20,7 +20,11 @@ from attnlab.mask import CAUSAL, CustomMask, Mask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape(ABC):
-    """At most `requests` requests of at most `longest` tokens each, new ones included (None: the backend's longest)."""
+    """At most `requests` requests of at most `longest` tokens each, new ones included (None: the backend's longest).
+
+    Together they have at most as many cached tokens as the backend's `max_tokens`, which sizes the lists. Tokens whose
+    slots several requests share, such as a common prefix, count for each of them.
+    """
 
     requests: int
     longest: int | None = None
