@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from attnlab import graphs
-from attnlab.batch import DecodeBatch, DeviceLens, DraftBatch
+from attnlab.batch import DecodeBatch, DeviceLens, DraftBatch, VerifyBatch
+from attnlab.mask import CustomMask
 from attnlab.plan.policy import HostPolicy, SplitContext
-from tests.serving import Server
+from tests.serving import DRAFTS, Server
 from tests.strategies import DEVICE
 
 ENGINE = "eager" if DEVICE == "cpu" else "triton"
@@ -102,3 +103,26 @@ def test_a_prefix_that_requests_share_is_listed_for_each_of_them() -> None:
     inputs = server.tokens(2)
     for got, want in zip(graph.run(batch, **inputs), server.eagerly("decode", batch, inputs), strict=True):
         assert torch.equal(got, want)
+
+
+# --- masks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [18, 50])
+def test_bits_that_a_mask_lacks_hide_the_key_whatever_an_earlier_step_left(kept: int) -> None:
+    """Where the device alone knows the lengths a mask may turn out to be short: eagerly what it lacks is hidden."""
+    server, graph = captured("tree")
+    rows, trees = [server.admit(11), server.admit(4)], [[-1, 0, 0]] * 2
+    for row in rows:
+        server.grow(row, DRAFTS)
+    batch = VerifyBatch.tree(rows=rows, prefix=[11, 4], parents=trees, device=DEVICE)
+    inputs = server.tokens(2 * DRAFTS)
+    graph.run(batch, **inputs)  # a step of which the graph holds all bits
+    assert isinstance(batch.mask, CustomMask) and graph.mask is not None
+    loose = DeviceLens(device=batch.prefix.device, bound_each=20, bound_total=40)
+    short = replace(batch, prefix=loose, mask=CustomMask(bits=batch.mask.bits[:kept].clone()))
+    filled = torch.nn.functional.pad(short.mask.bits, (0, batch.mask.bits.shape[0] - kept))  # type: ignore[union-attr]
+    wanted = server.eagerly("tree", replace(batch, mask=CustomMask(bits=filled)), inputs)
+    for got, want in zip(graph.run(short, **inputs), wanted, strict=True):
+        assert torch.equal(got, want)
+    assert not graph.mask[kept:].any()

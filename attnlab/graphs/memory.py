@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.batch import Batch, DeviceLens, DraftBatch, ExtendBatch, HostLens, VerifyBatch
+from attnlab.batch import Batch, DeviceLens, DraftBatch, ExtendBatch, HostLens, VerifyBatch, lens_of
 from attnlab.checks import require
 from attnlab.kernels.target import launching_on
 from attnlab.mask import CustomMask
@@ -134,13 +134,15 @@ def _check_totals(memory: AnyBatch, given: AnyBatch) -> None:
 def refill_batch(memory: AnyBatch, given: AnyBatch) -> None:
     """Copy a step's batch, which fits, to the front of the memory; all rows behind it become padding.
 
-    Bits of a mask that were written in place are not copied, and what lies behind a mask's bits stays: nobody reads it.
+    Bits of a mask that were written in place are not copied, and what lies behind them stays. Behind bits that are
+    copied an earlier step's stay where the host knows that nobody reads them, else they are cleared: 0 hides the key.
     """
+    whole = all(isinstance(lens, HostLens) for lens in lens_of(given))  # a mask then has a bit for every pair
     for name, there, here in _pairs(memory, given):
-        live = here.shape[0]
-        if name != "mask" or not _shares(there, here):
+        live, in_place = here.shape[0], name == "mask" and _shares(there, here)
+        if not in_place:
             there[:live].copy_(here, non_blocking=True)
-        if name != "mask":
+        if name != "mask" or not (in_place or whole):
             there[live:].zero_()
 
 
