@@ -126,3 +126,62 @@ def test_bits_that_a_mask_lacks_hide_the_key_whatever_an_earlier_step_left(kept:
     for got, want in zip(graph.run(short, **inputs), wanted, strict=True):
         assert torch.equal(got, want)
     assert not graph.mask[kept:].any()
+
+
+# --- memory of the graph's own ------------------------------------------------------------------------------------
+
+
+def with_inputs(**inputs: torch.Tensor) -> tuple[Server, graphs.Graph]:
+    """A graph whose step hands its inputs back."""
+    server = Server("plain", engine=ENGINE, policy="tile", device=DEVICE, modes=[])
+    shape = graphs.DecodeShape(requests=4)
+    examples = {name: x.to(DEVICE) for name, x in inputs.items()}
+
+    def step(plan: object, **given: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: x.clone() for name, x in given.items()}
+
+    return server, graphs.capture(server.backend, step, shape, inputs=examples, rerun=DEVICE == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("views", "words"),
+    [
+        (lambda a, b: {"a": b[:3], "b": a[:3]}, r"a: lies in the graph's own memory \(inputs.b\), elsewhere"),
+        (lambda a, b: {"a": a[1:], "b": b[:3]}, r"a: lies in the graph's own memory \(inputs.a\), elsewhere"),
+        (lambda a, b: {"a": a[:3], "b": b.view(-1)[:6:2].view(3, 1).expand(3, 2)}, r"b: lies in .* pass b.clone\(\)"),
+    ],
+    ids=["exchanged", "shifted", "of other strides"],
+)
+def test_inputs_that_are_views_of_the_graphs_own_are_refused(views: Any, words: str) -> None:
+    server, graph = with_inputs(a=torch.zeros(4, 2), b=torch.zeros(4, 2))
+    batch = server.batch("decode", [server.admit(3) for _ in range(3)])
+    a, b = graph.inputs["a"], graph.inputs["b"]
+    a[:], b[:] = torch.arange(8).view(4, 2), -torch.arange(8).view(4, 2)
+    old, before = graph.latest, held(graph)
+    with pytest.raises(ValueError, match=words):
+        graph.run(batch, **views(a, b))
+    assert unchanged(graph, old, before)
+    assert graph.run(batch, a=a[:3], b=b[:3].clone())["a"].tolist() == [[0, 1], [2, 3], [4, 5]]  # where it belongs
+
+
+def test_a_plans_tensor_is_no_input_of_the_next_step() -> None:
+    server, graph = with_inputs(slots=torch.zeros(4, dtype=torch.int64))
+    rows = [server.admit(3) for _ in range(3)]
+    old = graph.plan(server.batch("decode", rows))
+    before = held(graph)
+    with pytest.raises(ValueError, match=r"slots: lies in the graph's own memory \(plan.lanes\[0\].write_slots\)"):
+        graph.run(server.batch("decode", rows), slots=old.lanes[0].write_slots[:3])  # type: ignore[union-attr]
+    assert unchanged(graph, old, before)
+
+
+def test_a_batch_that_is_a_view_of_the_graphs_own_is_refused() -> None:
+    server, graph = captured("decode")
+    old = graph.plan(server.batch("decode", [server.admit(3) for _ in range(3)]))
+    before, mine = held(graph), graph.batch
+    assert isinstance(mine, DecodeBatch)
+    seq = DeviceLens(device=mine.seq.device[1:3], bound_each=9, bound_total=18)
+    with pytest.raises(ValueError, match=r"seq: lies in the graph's own memory \(batch.seq\), elsewhere"):
+        graph.plan(DecodeBatch(rows=torch.tensor([1, 2]), seq=seq))
+    assert unchanged(graph, old, before)
+    same = replace(mine, rows=mine.rows[:2], seq=replace(seq, device=mine.seq.device[:2]))
+    assert graph.plan(same).batch.seq.device.tolist() == [4, 4, 0, 0]  # type: ignore[union-attr]

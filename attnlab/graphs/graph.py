@@ -14,7 +14,7 @@ from torch import Tensor
 from attnlab.backend import AttentionBackend
 from attnlab.batch import ExtendBatch, VerifyBatch
 from attnlab.checks import describe, require, tensor
-from attnlab.graphs.memory import AnyBatch, Filled, PlanMemory, recorded_in, tensors_of
+from attnlab.graphs.memory import AnyBatch, Filled, PlanMemory, check_apart, recorded_in, storage_of, tensors_of
 from attnlab.graphs.shapes import Shape
 from attnlab.kernels.target import launching_on
 from attnlab.mask import CustomMask
@@ -89,6 +89,7 @@ class Graph:
         )
         self._signature = self._memory.first.signature()
         self._latest, self._live, self.requests = self._memory.first, 0, 0
+        self._own = {storage_of(x): path for path, x in self.buffers.items()}
         self._graph = None if rerun else torch.cuda.CUDAGraph()
         self._result: Any = None
         if self._graph is not None:
@@ -178,7 +179,9 @@ class Graph:
     def _given(self, name: str, inputs: Mapping[str, Tensor], rows: int) -> Tensor:
         require(name in inputs, f"inputs: the graph has {', '.join(self.inputs)}, {name!r} is missing")
         there = self.inputs[name]
-        return tensor(name, inputs[name], shape=[rows, *there.shape[1:]], dtype=there.dtype)
+        x = tensor(name, inputs[name], shape=[rows, *there.shape[1:]], dtype=there.dtype)
+        check_apart(name, x, there, self._own)
+        return x
 
     def _write_causal(self, plan: Filled, batch: ExtendBatch | VerifyBatch) -> None:
         """Write a causal mask where a step brings none."""

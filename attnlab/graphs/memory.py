@@ -7,7 +7,7 @@ there the plan is made as ever and copied to where the first one lies.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -108,11 +108,30 @@ def renewed(plan: Filled, *, epoch: int, turn: Turn) -> Filled:
 def check_room(memory: AnyBatch, given: AnyBatch) -> None:
     """Raise ValueError where the memory is too small for a step's batch, or its mask lies askew in the memory's own."""
     _check_totals(memory, given)
+    own = {storage_of(there): f"batch.{name}" for name, there, _ in _pairs(memory, given)}
     for name, there, here in _pairs(memory, given):
         room, live = there.shape[0], here.shape[0]
         require(live <= room, f"{name}: expected at most the {room:,} entries that were captured, got {live:,}")
+        if name != "mask":
+            check_apart(name, here, there, own)
         askew = name == "mask" and _shares(there, here) and there.data_ptr() != here.data_ptr()
         require(not askew, "mask: lies in the graph's own bits, but not at their beginning; fill them from the front")
+
+
+def check_apart(name: str, x: Tensor, there: Tensor, own: Mapping[int, str]) -> None:
+    """Raise ValueError where what is copied to `there` is a graph's own and may be overwritten before it is read.
+
+    `own` has the graph's tensors by the address of their storage. What lies in its own place already is welcome.
+    """
+    if x.numel() == 0:
+        return
+    owner = own.get(storage_of(x))
+    in_place = _shares(x, there) and x.data_ptr() == there.data_ptr() and x.is_contiguous()
+    require(
+        owner is None or in_place,
+        f"{name}: lies in the graph's own memory ({owner}), elsewhere than where it is copied to, and might be "
+        f"overwritten before it is read; pass {name}.clone()",
+    )
 
 
 def _check_totals(memory: AnyBatch, given: AnyBatch) -> None:
@@ -154,8 +173,13 @@ def _pairs(memory: AnyBatch, given: AnyBatch) -> Iterator[tuple[str, Tensor, Ten
             yield field.name, there, here
 
 
+def storage_of(x: Tensor) -> int:
+    """Return the address of the memory that a tensor is a view of."""
+    return x.untyped_storage().data_ptr()
+
+
 def _shares(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return storage_of(a) == storage_of(b)
 
 
 def padded_on_host(memory: AnyBatch, given: AnyBatch) -> AnyBatch:
