@@ -426,7 +426,9 @@ def test_a_verify_mask_has_a_byte_for_what_is_read(device: str, is_read: bool, m
     assert mask is not None and mask.mode is sglang.TreeMaskMode[mode]
     assert mask.buffer.shape == (numel,) and mask.buffer.dtype == torch.uint8
     assert (mask.max_bs, mask.is_read) == (3, is_read)
-    assert mask.fits(3) and not mask.fits(4)
+    assert mask.fits(3) and mask.fits(0) and not mask.fits(4)
+    with pytest.raises(ValueError, match="bs: expected at least 0 requests, got -1"):
+        mask.fits(-1)
 
 
 def test_a_verify_mask_begins_with_zeros_of_bool() -> None:

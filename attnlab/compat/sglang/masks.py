@@ -8,7 +8,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from attnlab.checks import positive
+from attnlab.checks import positive, require, whole
 
 
 class TreeMaskMode(Enum):
@@ -28,8 +28,10 @@ class VerifyMask:
     is_read: bool
 
     def fits(self, bs: int) -> bool:
-        """Whether a batch of so many requests has room."""
-        return bs <= self.max_bs
+        """Whether a batch of so many requests has room. Raises where that is no number of requests."""
+        requests = whole("bs", bs)
+        require(requests >= 0, f"bs: expected at least 0 requests, got {requests}")
+        return requests <= self.max_bs
 
 
 def maybe_create_verify_mask(
