@@ -11,6 +11,7 @@ import torch
 
 from attnlab import graphs
 from attnlab.batch import DecodeBatch, DeviceLens, DraftBatch, VerifyBatch
+from attnlab.inspect.record import record
 from attnlab.mask import CustomMask
 from attnlab.plan.policy import HostPolicy, SplitContext
 from tests.serving import DRAFTS, Server
@@ -185,3 +186,55 @@ def test_a_batch_that_is_a_view_of_the_graphs_own_is_refused() -> None:
     assert unchanged(graph, old, before)
     same = replace(mine, rows=mine.rows[:2], seq=replace(seq, device=mine.seq.device[:2]))
     assert graph.plan(same).batch.seq.device.tolist() == [4, 4, 0, 0]  # type: ignore[union-attr]
+
+
+# --- what is checked before a plan is made ------------------------------------------------------------------------
+
+BAD_INPUTS = {
+    "on no device": (lambda x: x.to("meta"), r"a: expected \[2, 3\] float32 on \S+, got \[2, 3\] float32 on meta"),
+    "sparse": (lambda x: x.to_sparse(), "a: expected a dense tensor, got a sparse_coo one"),
+    "compressed": (lambda x: x.to_sparse_csr(), "a: expected a dense tensor, got a sparse_csr one"),
+    "nested": (lambda x: torch.nested.as_nested_tensor(list(x)), "a: expected a dense tensor, got a nested one"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(nested|Sparse CSR)")
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_inputs_that_cannot_be_copied_are_refused_before_a_plan_is_made(name: str) -> None:
+    change, words = BAD_INPUTS[name]
+    server, graph = with_inputs(a=torch.zeros(4, 3))
+    rows = [server.admit(3), server.admit(5)]
+    old = graph.plan(server.batch("decode", rows))
+    before, batch = held(graph), server.batch("decode", rows)
+    with pytest.raises(ValueError, match=words):
+        graph.run(batch, a=change(torch.ones(2, 3, device=DEVICE)))
+    assert unchanged(graph, old, before)
+
+
+@pytest.mark.gpu
+def test_an_input_on_the_host_is_refused_before_a_plan_is_made() -> None:
+    server, graph = with_inputs(a=torch.zeros(4, 3))
+    old, before = graph.latest, held(graph)
+    with pytest.raises(ValueError, match=r"a: expected \[1, 3\] float32 on cuda:\d, got \[1, 3\] float32 on cpu"):
+        graph.run(server.batch("decode", [server.admit(3)]), a=torch.ones(1, 3))
+    assert unchanged(graph, old, before)
+
+
+def test_a_recording_is_noticed_before_a_plan_is_made() -> None:
+    server, graph = with_inputs(a=torch.zeros(4, 3))
+    batch, old, before = server.batch("decode", [server.admit(3)]), graph.latest, held(graph)
+    with record(server.backend), pytest.raises(RuntimeError, match="replay: a recording is on"):
+        graph.run(batch, a=torch.ones(1, 3, device=DEVICE))
+    assert unchanged(graph, old, before)
+
+
+def test_examples_that_no_memory_can_be_made_like_are_named() -> None:
+    server = Server("plain", engine=ENGINE, policy="tile", device=DEVICE, modes=[])
+
+    def capture(inputs: Any) -> None:
+        graphs.capture(server.backend, lambda plan: (), graphs.DecodeShape(requests=4), inputs=inputs, rerun=True)
+
+    with pytest.raises(ValueError, match="inputs: x: expected a dense tensor, got a sparse_coo one"):
+        capture({"x": torch.eye(4).to_sparse()})
+    with pytest.raises(TypeError, match="inputs: expected names that run and the step take, got int 1"):
+        capture({1: torch.zeros(4)})

@@ -346,7 +346,7 @@ def test_inputs_are_checked_before_anything_is_written() -> None:
         graph.run(batch, **{name: x for name, x in inputs.items() if name != "v1"})
     with pytest.raises(ValueError, match="inputs: the graph has q0, k0, v0, q1, k1, v1, got w"):
         graph.run(batch, **inputs, w=inputs["q0"])
-    with pytest.raises(ValueError, match=r"q0: expected \[2, 4, 16\] float32, got \[3, 4, 16\]"):
+    with pytest.raises(ValueError, match=r"q0: expected \[2, 4, 16\] float32 on \S+, got \[3, 4, 16\]"):
         graph.run(batch, **{**inputs, "q0": server.tokens(3)["q0"]})
     assert graph.requests == 0 and not graph.inputs["q0"].any()
 

@@ -151,11 +151,7 @@ class Graph:
         if plan is not self._latest:
             self._refuse(plan)
         self.backend.check_current(plan)
-        require(
-            self.backend.tracer is None,
-            "replay: a recording is on, and a replay runs no Python that could record; run the step with the plan",
-            RuntimeError,
-        )
+        self._check_unrecorded()
         if self._graph is None:
             self._result = self._checked(plan)
         else:
@@ -165,8 +161,13 @@ class Graph:
 
     @torch.no_grad()
     def run(self, batch: AnyBatch, **inputs: Tensor) -> Any:
-        """Plan a step, copy its inputs (a row per query token) to the graph's, and replay it."""
+        """Plan a step, copy its inputs (a row per query token) to the graph's, and replay it.
+
+        Inputs lie on the graph's device, apart from its own memory or in their own place there. All is checked before
+        anything is planned or written.
+        """
         self.shape.check(batch)
+        self._check_unrecorded()
         given = {name: self._given(name, inputs, self.shape.live(batch)) for name in self.inputs}
         unknown = sorted(inputs.keys() - self.inputs.keys())
         require(not unknown, f"inputs: the graph has {', '.join(self.inputs)}, got {', '.join(unknown)}")
@@ -179,7 +180,9 @@ class Graph:
     def _given(self, name: str, inputs: Mapping[str, Tensor], rows: int) -> Tensor:
         require(name in inputs, f"inputs: the graph has {', '.join(self.inputs)}, {name!r} is missing")
         there = self.inputs[name]
-        x = tensor(name, inputs[name], shape=[rows, *there.shape[1:]], dtype=there.dtype)
+        _check_dense(name, inputs[name])
+        shape = [rows, *there.shape[1:]]
+        x = tensor(name, inputs[name], shape=shape, dtype=there.dtype, device=there.device)
         check_apart(name, x, there, self._own)
         return x
 
@@ -191,6 +194,13 @@ class Graph:
         new = queries.indptr.diff()
         prefix = plan.batch.prefix.device.clamp(0, plan.batch.prefix.bound_max)
         self.backend.engine.ops.write_causal(self.mask, queries.mask_indptr, new, prefix + new, most=self.shape.each)
+
+    def _check_unrecorded(self) -> None:
+        require(
+            self.backend.tracer is None,
+            "replay: a recording is on, and a replay runs no Python that could record; run the step with the plan",
+            RuntimeError,
+        )
 
     def _refuse(self, plan: Filled) -> None:
         """Raise unless a plan that is not the latest object is the latest step's all the same, copied or replaced."""
@@ -221,16 +231,26 @@ class Graph:
 
 
 def _check_arguments(backend: Any, step: Any, shape: Any, inputs: Any) -> None:
-    """Raise TypeError where an argument of `capture` is of another kind, ValueError where an input's name is taken."""
+    """Raise TypeError where an argument or a name is of another kind, ValueError where an input's name is taken."""
     for name, x, kind in (("backend", backend, AttentionBackend), ("inputs", inputs, Mapping), ("shape", shape, Shape)):
         wanted = "a Shape such as DecodeShape" if kind is Shape else kind.__name__
         require(isinstance(x, kind), f"{name}: expected {wanted}, got {describe(x)}", TypeError)
     require(callable(step), f"step: expected a function of (plan, **inputs), got {describe(step)}", TypeError)
+    unnamed = [describe(name) for name in inputs if not isinstance(name, str)]
+    require(not unnamed, f"inputs: expected names that run and the step take, got {', '.join(unnamed)}", TypeError)
     taken = sorted({"batch", "plan", "self"} & inputs.keys())
     require(not taken, f"inputs: {', '.join(taken)} is the name of an argument of run, or of the step; choose another")
 
 
+def _check_dense(name: str, x: object) -> None:
+    """Raise ValueError where a tensor is sparse or nested, and so has no rows that could be copied as they are."""
+    if isinstance(x, Tensor):
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        require(kind == "strided", f"{name}: expected a dense tensor, got a {kind} one; pass one with a row a token")
+
+
 def _fixed(name: str, x: Tensor, tokens: int, backend: AttentionBackend) -> Tensor:
+    _check_dense(f"inputs: {name}", x)
     require(isinstance(x, Tensor) and x.dim() >= 1, f"inputs: {name}: expected [tokens, ...], got {describe(x)}")
     return torch.zeros(tokens, *x.shape[1:], dtype=x.dtype, device=backend.pool.device)
 
