@@ -238,3 +238,10 @@ def test_examples_that_no_memory_can_be_made_like_are_named() -> None:
         capture({"x": torch.eye(4).to_sparse()})
     with pytest.raises(TypeError, match="inputs: expected names that run and the step take, got int 1"):
         capture({1: torch.zeros(4)})
+
+
+@pytest.mark.parametrize("shape", [graphs.ExtendShape, graphs.VerifyShape])
+def test_a_shape_is_masked_or_not(shape: Any) -> None:
+    size = {"new" if shape is graphs.ExtendShape else "drafts": 3}
+    with pytest.raises(TypeError, match="masked: expected a bool, got 1"):
+        shape(requests=1, masked=1, **size)

@@ -161,6 +161,7 @@ class ExtendShape(Shape):
     def __post_init__(self) -> None:
         Shape.__post_init__(self)
         positive("new", self.new)
+        _check_masked(self.masked)
 
     @property
     def each(self) -> int:
@@ -210,6 +211,7 @@ class VerifyShape(Shape):
     def __post_init__(self) -> None:
         Shape.__post_init__(self)
         positive("drafts", self.drafts)
+        _check_masked(self.masked)
 
     @property
     def each(self) -> int:
@@ -326,6 +328,10 @@ class DraftShape(Shape):
     def live(self, batch: AnyBatch) -> int:
         """Return the branches."""
         return batch.rows.shape[0] * self.topk
+
+
+def _check_masked(masked: bool) -> None:
+    require(isinstance(masked, bool), f"masked: expected a bool, got {masked!r}", TypeError)
 
 
 def check_bound(name: str, lens: Lens, most: int) -> None:
