@@ -43,6 +43,8 @@ from tests import bookkeeping as book
 from tests.strategies import DEVICE
 
 ROWS, CONTEXT, MULTIPROCESSORS = 4, 96, 132
+LOOSE = 50
+"""Lengths that only the device knows are promised to have fewer tokens than so many more, all together."""
 POLICIES = {"seed": Seed(), "static": Static(), "tile": Tile()}
 PAGE_SIZES = (1, 2, 16, 64)
 MODES = ("decode", "extend", "masked extend", "chain", "tree", "draft")
@@ -268,7 +270,7 @@ class World:
                 shape = graphs.ExtendShape(**size, new=CONTEXT, masked=masked)
             elif isinstance(batch, VerifyBatch):
                 shape = graphs.VerifyShape(requests=ROWS + 2, longest=CONTEXT + 9, drafts=9, masked=masked)
-            memory = shape.memory(device=self.pool.device, max_tokens=self.pool.num_slots)
+            memory = shape.memory(device=self.pool.device, max_tokens=self.pool.num_slots + LOOSE)
             self.memories[key] = PlanMemory(self.planner, memory, max_ranges=10**6, recorded=False)
         return self.memories[key]
 
@@ -447,7 +449,7 @@ def known_to_whom(batch: Any, choose: Choose) -> Any:
     loose = DeviceLens(
         device=lens.device,
         bound_each=min(lens.bound_max + choose.number(5), CONTEXT - 9),
-        bound_total=lens.bound_total + choose.number(50),
+        bound_total=lens.bound_total + choose.number(LOOSE),
         least=lens.values,
     )
     return dataclasses.replace(batch, **{name: loose}) if lens.bound_max <= loose.bound_each else batch
