@@ -153,10 +153,10 @@ def _check_totals(memory: AnyBatch, given: AnyBatch) -> None:
 def refill_batch(memory: AnyBatch, given: AnyBatch) -> None:
     """Copy a step's batch, which fits, to the front of the memory; all rows behind it become padding.
 
-    Bits of a mask that were written in place are not copied, and what lies behind them stays. Behind bits that are
-    copied an earlier step's stay where the host knows that nobody reads them, else they are cleared: 0 hides the key.
+    Entries of a mask that were written in place are not copied, and what lies behind them stays. Behind entries that
+    are copied an earlier step's stay where the host knows that nobody reads them; else they are cleared, as 0 hides.
     """
-    whole = all(isinstance(lens, HostLens) for lens in lens_of(given))  # a mask then has a bit for every pair
+    whole = all(isinstance(lens, HostLens) for lens in lens_of(given))  # a mask then has an entry for every pair
     for name, there, here in _pairs(memory, given):
         live, in_place = here.shape[0], name == "mask" and _shares(there, here)
         if not in_place:
