@@ -128,6 +128,26 @@ for module in pkgutil.walk_packages(attnlab.__path__, "attnlab."):
     assert python(code) == ""
 
 
+def test_a_modifier_is_registered_without_triton_and_runs_in_torch() -> None:
+    code = """
+import sys; sys.modules["triton"] = None
+import torch
+from dataclasses import replace
+import attnlab
+from attnlab.mods import jit, tl
+from attnlab.mods.registry import register_score_mod
+@jit
+def kernel(scores, *rest):
+    return scores - tl.log(2.0)
+mod = attnlab.ScoreMod(name="mine", torch=lambda scores, *rest: scores - 1, triton=kernel, needs_aux=False)
+attention = attnlab.AttentionSpec(heads=1, kv_heads=1, qk_dim=4, v_dim=4, scale=1.0, mod=register_score_mod(mod))
+model = attnlab.ModelSpec.uniform(attention, layers=1, context_len=8, page_size=1, kv_dtype=torch.float32)
+view = attnlab.workbench(model, lens=[5], policy="static", engine="eager").stages(0, request=0, head=0)
+print(torch.equal(view.masked, view.scaled - 1))
+"""
+    assert python(code).strip() == "True"
+
+
 def test_a_kernel_without_triton_says_which_and_what_to_do() -> None:
     code = """
 import sys; sys.modules["triton"] = None
