@@ -12,14 +12,17 @@ from torch import Tensor
 
 from attnlab import split_policy
 from attnlab._boot import INTERPRETED
-from attnlab._triton import jit, tl
 from attnlab.eager import oracle
 from attnlab.inspect.exercises import check_exercise, lesson_06_decode_kernel
 from attnlab.inspect.exercises.registry import Wrong, ask, exercises
 from attnlab.inspect.exercises.toy import toy
 from attnlab.kernels.core import finite_or_zero
+from attnlab.inspect.record import Scores
+from attnlab.mods import jit, tl
 from attnlab.plan.index import KVIndex
 from attnlab.plan.policy import HostPolicy
+from attnlab.spec import ScoreMod
+from attnlab.trace import STAGES
 
 NO_ANSWERS = {
     "none": None,
@@ -190,6 +193,27 @@ def test_a_list_or_a_state_that_is_changed_in_place_is_noticed() -> None:
         ("08-2", [-1, 0, 0, 0, 0], "the deepest has depth 1 only"),
         ("08-2", [-1, 0, 0], "There should be 5 drafts, got 3 parents"),
         ("08-2", [-1, 2, 0, 0, 0], "parents: draft 1: expected an earlier draft, 0 to 0, got 2"),
+        ("09-1", [0.75, 0.125, 64512], "(a): that is the sink's share"),
+        ("09-1", [1, 0.125, 64512], "(a): they would sum to 1 without the sink"),
+        ("09-1", [1 / 3, 0.125, 64512], "(a): the keys have that much for each part of the sink's"),
+        ("09-1", [0.3, 0.125, 64512], "How many times as much is that?"),
+        ("09-1", [0.25, 0.5, 64512], "(b): that is its share of the keys' weight"),
+        ("09-1", [0.25, 0.2, 64512], "(b): half of what all keys have"),
+        ("09-1", [0.25, 0.125, 1_024_000], "(c): that is by key"),
+        ("09-1", [0.25, 0.125, 16128], "(c): that is how many numbers they are"),
+        ("09-1", [0.25, 0.125, 63488], "(c): the last page holds only 8 keys, but takes a number of its own"),
+        ("09-1", [0.25, 0.125, 64000], "(c): the last page holds only 8 keys, but takes a number of its own"),
+        ("09-1", [0.25, 0.125, 63], "How many pages have 1,000 keys?"),
+        ("09-1", ["1/4", 0.125, 64512], "Expected three numbers, got ['1/4'"),
+        ("09-1", [0.25, 0.125], "a list of three numbers, (a), (b) and (c), got [0.25, 0.125]"),
+        ("09-2", Scores(pool="key", heads=(6,)), "The stage 'masked' is wanted, but not asked for"),
+        ("09-2", Scores(stages=("masked", "weights"), pool="key"), "57 rows are left out. Of 9 heads one is studied"),
+        ("09-2", Scores(stages=STAGES, pool="key"), "153 rows are left out. Nobody studies raw or scaled or capped"),
+        ("09-2", Scores(stages=("masked", "weights"), heads=(5,), pool="key"), "heads=(5,) leaves it out"),
+        ("09-2", Scores(stages=("masked", "weights"), heads=(6,)), "pool=None makes bins of many keys here"),
+        ("09-2", Scores(stages=("masked", "weights"), requests=(), pool="key"), "requests=() leaves it out"),
+        ("09-3", "nobody's", "score modifier: expected one of alibi, relative_bias"),
+        ("09-3", "alibi", "the score -1.13 of key 0 in head 0 became -20.63; expected -4.81"),
         ("12-1", [107, 104, 54], "(a): that is its place in the batch. How many steps is draft 7 away from the root?"),
         ("12-1", [104, 104, 54], "(a) is one too far: the 100 cached tokens stand at 0 to 99, so the root at 100"),
         ("12-1", [3, 104, 54], "(a): the root stands at 100. Draft 7 follows 5, and so on"),
@@ -268,6 +292,7 @@ def test_a_typical_mistake_gets_a_hint(number: str, answer: object, hint: str) -
         ("07-2", torch.tensor(128)),
         ("08-1", torch.tensor([85, 85, 104])),
         ("08-2", torch.tensor([-1, 0, 1, 1, 0])),
+        ("09-1", torch.tensor([0.25, 0.125, 64512])),
         ("12-1", torch.tensor([103, 104, 54])),
         ("12-2", torch.tensor([0, 2, 6, 9, 12, 3, 7, 10, 1, 4, 5, 8, 11])),
         ("13-1", torch.tensor([1152, 4, 171])),
@@ -313,6 +338,50 @@ def test_a_policy_that_finishes_near_an_even_share(mistake: str) -> None:
     rule, hint = QUARTERS[mistake]
     policy = HostPolicy(name="quarter", rule=rule, max_ranges=5000)
     assert hint in said("05-3", policy)
+
+
+# Score modifiers
+
+
+@jit
+def far_loses(scores, q_pos, kv_pos, q_index, head, valid, aux_ptr, aux_stride_token, aux_stride_head, aux_width):
+    return scores - tl.log(1.0 + (q_pos - kv_pos).to(tl.float32))
+
+
+@jit
+def nothing_done(scores, q_pos, kv_pos, q_index, head, valid, aux_ptr, aux_stride_token, aux_stride_head, aux_width):
+    return scores
+
+
+@jit
+def misspelt(scores, q_pos, kv_pos, q_index, head, valid, aux_ptr, aux_stride_token, aux_stride_head, aux_width):
+    return scores - tl.logg(1.0 + (q_pos - kv_pos).to(tl.float32))
+
+
+def log_distance(scores: Tensor, q_pos: Tensor, kv_pos: Tensor, *_: Any) -> Tensor:
+    return scores - torch.log1p((q_pos - kv_pos).float())
+
+
+MODIFIERS: dict[str, tuple[Callable[..., Any], Any, str]] = {
+    "right": (log_distance, far_loses, "yes"),
+    "torch alone": (log_distance, nothing_done, "Triton, with a query at 39 and 40 keys: the score 1.72 of key 0"),
+    "does not compile": (log_distance, misspelt, "Triton, with a query at 39 and 40 keys: it raised AttributeError: "),
+    "no kernel": (log_distance, 7, "it raised TypeError: 'int' object is not callable."),
+    "nothing done": (lambda s, *_: s, far_loses, "torch, with a query at 39 and 40 keys: the score -1.13 of key 0"),
+    "added": (lambda s, q, k, *_: s + torch.log1p((q - k).float()), far_loses, "subtract the logarithm, do not add it"),
+    "base 2": (lambda s, q, k, *_: s - torch.log2(1.0 + (q - k)), far_loses, "the logarithm to base 2"),
+    "linear": (lambda s, q, k, *_: s - (q - k), far_loses, "a penalty by distance itself, as ALiBi's"),
+    "position": (lambda s, q, k, *_: s - torch.log1p(k.float()), far_loses, "by the key's position"),
+    "no 1": (lambda s, q, k, *_: s - torch.log((q - k).float()), far_loses, "the result holds inf or nan"),
+    "shape": (lambda s, *_: s[0], far_loses, "expected scores of shape [1, 8, 40], got [8, 40]"),
+    "in place": (lambda s, q, k, *_: s.sub_(torch.log1p((q - k).float())), far_loses, "it changes what it is given"),
+}
+
+
+@pytest.mark.parametrize("mistake", MODIFIERS)
+def test_a_modifier_of_the_readers_own(mistake: str) -> None:
+    meaning, kernel, hint = MODIFIERS[mistake]
+    assert hint in said("09-3", ScoreMod(name="kerple", torch=meaning, triton=kernel, needs_aux=False))
 
 
 # Latent attention

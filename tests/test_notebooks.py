@@ -157,6 +157,9 @@ def test_times_that_a_lesson_quotes_stand_in_the_log() -> None:
     latent = text_of(FOLDER / "13_mla.ipynb")
     for words in ("3.98 TB/s", "989 us", "2,232 us", "246 TFLOP/s", "284 us"):
         assert words in latent and words in log
+    scores = text_of(FOLDER / "09_scores_under_the_hood.ipynb")
+    for words in ("10.2 ms", "754 ms", "537.3 MB", "208 ms", "34.1 MB"):
+        assert words in scores and words in log
 
 
 # Exercises

@@ -10,6 +10,9 @@ from einops import einsum, rearrange
 
 import attnlab
 from attnlab.kernels.core import finite_or_zero
+from attnlab import Scores
+from attnlab.mods import jit, tl
+from attnlab.mods.registry import register_score_mod
 from attnlab.plan.index import KVIndex
 from attnlab.plan.policies.static import Static
 from attnlab.plan.policy import SplitContext
@@ -216,6 +219,32 @@ def visible(slots, position, window, chunk):
         start = max(start, position // chunk * chunk)
     return start, slots[start : position + 1]
 
+
+# %% 09-1
+# The sink counts three times as much as all keys, which keep a quarter; one of them has half of that. 1,000 keys are 63
+# pages, the last of 8 keys: 8 queries, 32 heads, 63 numbers of 4 bytes.
+answer_09_1 = [1 / 4, 1 / 8, 8 * 32 * 63 * 4]
+
+# %% 09-2
+# Two stages of one head instead of five of nine. 32 rows of nearly 2,048 keys, twice, are 520,000 bytes; the outputs,
+# which a recording keeps as well, are another 74,000.
+answer_09_2 = Scores(stages=("masked", "weights"), heads=(6,), pool="key")
+
+
+# %% 09-3
+@jit
+def kerple_triton(scores, q_pos, kv_pos, q_index, head, valid, aux_ptr, aux_stride_token, aux_stride_head, aux_width):
+    """The same for kernels."""
+    distance = tl.maximum(q_pos - kv_pos, 0)  # a tile has places beyond the last key, which come with numbers too
+    return scores - tl.log(1.0 + distance.to(tl.float32))
+
+
+def kerple(scores, q_pos, kv_pos, q_index, head, aux):
+    """Return scores - ln(1 + distance)."""
+    return scores - torch.log1p((q_pos - kv_pos).float())
+
+
+register_score_mod(attnlab.ScoreMod(name="kerple", torch=kerple, triton=kerple_triton, needs_aux=False))
 
 # %% 12-1
 # The path of draft 7 is 0, 2, 5, 7, so it stands 3 behind the root's 100, and sees 100 keys and 4 drafts. The window
