@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from attnlab.checks import require
 from attnlab.compat import sglang
 from attnlab.engines import EagerEngine
 from attnlab.mods.relative_bias import relative_bias
+from attnlab.plan.workspace import Partials
 from tests.cases import ENGINES, FP8
 from tests.originals import Args, decode_args, extend_args, load, unified_args, verify_args
 from tests.test_compat_indices import draft_args
@@ -505,3 +508,30 @@ def test_a_cache_that_the_engine_cannot_read_is_refused() -> None:
     cache = {name: args[name].to(FP8) for name in ("k_buffer", "v_buffer")}
     with pytest.raises(NotImplementedError, match="cannot read fp8 here"):
         sglang.decode_attention_fwd(**{**args, **cache}, engine=_WithoutFp8(DEVICE))
+
+
+WRONG: dict[str, tuple[Callable[[Partials], Partials], type[Exception], str]] = {
+    "v_dim": (lambda p: replace(p, acc=p.acc[..., :8].contiguous()), ValueError, r"partials.acc: expected \["),
+    "states": (lambda p: replace(p, max=p.max[:, :1].contiguous()), ValueError, r"partials.max: expected \["),
+    "count": (lambda p: replace(p, sum=p.sum[1:]), ValueError, r"partials.sum: expected \["),
+    "dtype": (lambda p: replace(p, sum=p.sum.double()), TypeError, "partials.sum: expected .* float32"),
+    "packed": (lambda p: replace(p, acc=p.acc.mT.contiguous().mT), ValueError, "partials.acc: expected a contiguous"),
+}
+
+
+@pytest.mark.parametrize("name", ["decode", "verify"])
+@pytest.mark.parametrize("case", WRONG)
+def test_scratch_of_another_layout_is_refused(case: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels write states by their number: into scratch of a smaller value dimension they would write behind it."""
+    change, error, words = WRONG[case]
+    function, made = {
+        "decode": (sglang.decode_attention_fwd, lambda: decode_args("decode_gqa_3splits", DEVICE)),
+        "verify": (sglang.verify_splitkv_fwd, lambda: verify_args(DEVICE)),
+    }[name]
+    of = importlib.import_module(function.__module__)
+    right = of.new_partials
+    monkeypatch.setattr(of, "new_partials", lambda *args, **options: change(right(*args, **options)))
+    args, _ = made()
+    with pytest.raises(error, match=words):
+        function(**args, engine=ENGINE)
+    assert bool(args.get("o", args.get("o_extend")).isnan().all())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnlab.checks import describe, last_axis_contiguous, own_memory, require, same_device, tensor
+from attnlab.checks import contiguous, describe, last_axis_contiguous, own_memory, require, same_device, tensor
 from attnlab.memory.pool import KVView
 from attnlab.plan.layout import KVLayout
 from attnlab.plan.plans import Lane
@@ -24,8 +24,8 @@ class DecodeCall:
 
     `q` is `[reqs, heads, qk_dim]`, `out` `[reqs, heads, v_dim]`, both fp32, fp16 or bf16; `lse` `[reqs, heads]` fp32 or
     None; `sinks` `[heads]` exactly where the layer has them; `aux` `[reqs, heads, width]` exactly where its modifier
-    reads one. `partials` is the scratch. `times` `[segments, head tiles, 3]` int64, where given, is filled with
-    multiprocessor, start and end (ns) of every program.
+    reads one. `partials` is the scratch, `[partials, group, ...]`, packed. `times` `[segments, head tiles, 3]` int64,
+    where given, is filled with multiprocessor, start and end (ns) of every program.
     """
 
     layer: int
@@ -59,10 +59,23 @@ class DecodeCall:
         check_sinks(spec, self.sinks, device)
         check_aux(spec, self.aux, reqs, device, hint)
         check_sight(spec, self.lane.layout, self.layer)
+        check_partials(self.partials, self.lane.schedule.partials, spec.group, spec.v_dim, device, hint)
         read = {"the pool's keys": self.view.k, "the pool's values": self.view.v, "sinks": self.sinks, "aux": self.aux}
         own_memory("out", self.out, read)
         if self.lse is not None:
             own_memory("lse", self.lse, {**read, "out": self.out})
+
+
+def check_partials(partials: Partials, count: int, rows: int, v_dim: int, device: torch.device, hint: str) -> None:
+    """Raise unless the scratch has as many states as kernels leave there: they find each by its number, packed."""
+    states = [
+        ("partials.acc", partials.acc, (v_dim,)),
+        ("partials.max", partials.max, ()),
+        ("partials.sum", partials.sum, ()),
+    ]
+    for name, x, values in states:
+        shape = (count, rows, *values)
+        contiguous(name, tensor(name, x, shape=shape, dtype=torch.float32, device=device, hint=hint))
 
 
 def check_sight(spec: AttentionSpec, layout: KVLayout, layer: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnlab.checks import last_axis_contiguous, one_of, own_memory, require, same_device, tensor
 from attnlab.memory.pool import KVView, compute_dtype
-from attnlab.plan.call import FLOATS, check_aux, check_sight, check_sinks
+from attnlab.plan.call import FLOATS, check_aux, check_partials, check_sight, check_sinks
 from attnlab.plan.plans import ExtendLane, Lane, Queries
 from attnlab.plan.workspace import Partials
 from attnlab.spec import AttentionSpec
@@ -88,6 +88,11 @@ class VerifyCall:
             f"plan: deals ranges to {kv_heads} KV heads, layer {self.layer} has {self.spec.kv_heads}",
         )
         _check(self, reads_new=self.k is not None, takes_sinks=True)
+        count, rows = self.lane.schedule.partials, self.queries.most * self.spec.group
+        hint = (
+            f"the plan has {count} partials of {self.queries.most} drafts, layer {self.layer} {self.spec.heads} heads"
+        )
+        check_partials(self.partials, count, rows, self.spec.v_dim, self.view.k.device, hint)
 
 
 def _check(call: ExtendCall | VerifyCall, *, reads_new: bool, takes_sinks: bool) -> None:
