@@ -27,6 +27,11 @@ def plain(*_: Any) -> None:
     """No device function."""
 
 
+def room_of(args: Args) -> torch.Tensor:
+    """Memory as large as the partial results."""
+    return torch.full((args["attn_logits"].numel(),), float("nan"), device=DEVICE)
+
+
 DECODE: dict[str, tuple[Change, type[Exception], str]] = {
     "q flat": (lambda a: {"q": a["q"].flatten(1)}, ValueError, r"q: expected \[tokens, heads, 16\]"),
     "q dim": (
@@ -103,6 +108,36 @@ DECODE: dict[str, tuple[Change, type[Exception], str]] = {
         lambda a: {"attn_lse": a["attn_logits"].mT},
         ValueError,
         r"attn_lse: expected \[4, 8, 3\], got strides",
+    ),
+    "logits in o": (
+        lambda a: (lambda room: {"attn_logits": room.view(4, 8, 3, 16), "o": room[:512].view(4, 8, 16)})(room_of(a)),
+        ValueError,
+        "attn_logits: shares its memory with o,",
+    ),
+    "logits in k": (
+        lambda a: {"attn_logits": a["k_buffer"].view(-1)[:1536].view(4, 8, 3, 16)},
+        ValueError,
+        "attn_logits: shares its memory with k_buffer,",
+    ),
+    "logits expanded": (
+        lambda a: {"attn_logits": a["attn_logits"][:1].expand(4, 8, 3, 16)},
+        ValueError,
+        "attn_logits: is expanded or overlaps itself",
+    ),
+    "lse in o": (
+        lambda a: {"attn_lse": a["o"].view(-1)[:96].view(4, 8, 3)},
+        ValueError,
+        "attn_lse: shares its memory with o,",
+    ),
+    "lse in logits": (
+        lambda a: {"attn_lse": a["attn_logits"]},
+        ValueError,
+        "attn_lse: shares its memory with attn_logits,",
+    ),
+    "lse in q": (
+        lambda a: {"attn_lse": a["q"].view(-1)[:96].view(4, 8, 3)},
+        ValueError,
+        "attn_lse: shares its memory with the queries,",
     ),
     "no lse": (lambda a: {"attn_lse": None}, TypeError, "attn_lse: expected"),
     "scale": (lambda a: {"sm_scale": "0.1"}, TypeError, "sm_scale: expected a Python number"),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.checks import positive, require, tensor
+from attnlab.checks import own_memory, positive, require, tensor
 from attnlab.compat.sglang.arguments import (
     attention_of,
     engine_on,
@@ -81,7 +81,11 @@ def decode_attention_fwd(
     )
     reqs, most = q.shape[0], positive("max_kv_splits", max_kv_splits)
     logits, lse = _partials_of_caller(attn_logits, attn_lse, reqs, spec.heads, most, spec.v_dim, device)
-    index = kv_index(kv_indptr, kv_indices, reqs=reqs, device=device)
+    beside = {"k_buffer": k_buffer, "v_buffer": v_buffer, "the queries": q, "o": o, "sinks": sinks, "aux_tensors": aux}
+    beside |= {"kv_indptr": kv_indptr, "kv_indices": kv_indices, "num_kv_splits": num_kv_splits}
+    own_memory("attn_logits", logits, beside)
+    own_memory("attn_lse", lse, {**beside, "attn_logits": logits})
+    index = kv_index(kv_indptr, kv_indices, reqs=reqs, device=device, view=view)
     counts = entries("num_kv_splits", num_kv_splits, count=reqs, device=device, dtype=torch.int32)
     lane = split_lane(KVLayout.full(index), counts, most=most, kv_heads=spec.kv_heads)
     call = DecodeCall(
