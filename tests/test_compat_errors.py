@@ -395,6 +395,8 @@ SPLITS: dict[str, tuple[Args, type[Exception], str]] = {
     "lanes": ({"MAX_NUM_SEQ": 1}, ValueError, "MAX_NUM_SEQ: expected at least num_seq 2, got 1"),
     "rows": ({"num_group": 3}, ValueError, "num_kv_splits_ptr: expected 6 rows, 2 x 3, got 4"),
     "sequences": ({"num_seq": 4, "num_group": 1}, ValueError, "seq_lens_ptr: expected at least 4 entries, got 3"),
+    "most sequences": ({"MAX_NUM_SEQ": None}, TypeError, "MAX_NUM_SEQ: expected an int, got None"),
+    "cores": ({"device_core_count": None}, TypeError, "device_core_count: expected an int, got None"),
     "heads": ({"num_head": 4}, ValueError, "num_head: expected at least num_kv_head 8, got 4"),
     "most": ({"max_kv_splits": 0}, ValueError, "max_kv_splits: expected at least 1, got 0"),
 }
@@ -423,6 +425,8 @@ def test_split_counts_refuse(case: str) -> None:
 
 WINDOW: dict[str, tuple[Args, type[Exception], str]] = {
     "window": ({"sliding_window_size": 0}, ValueError, "sliding_window_size: expected at least 1, got 0"),
+    "requests": ({"bs": -1}, ValueError, "bs: expected at least 0, got -1"),
+    "requests None": ({"bs": None}, TypeError, "bs: expected an int, got None"),
     "indptr": ({"bs": 3}, ValueError, "window_kv_indptr: expected at least 4 entries, got 3"),
     "lens": (
         {"seq_lens": torch.ones(1, dtype=torch.int32)},
@@ -461,6 +465,8 @@ UNITE: dict[str, tuple[Change, type[Exception], str]] = {
         TypeError,
         "extend_seq_lens: expected .* int32 or int64",
     ),
+    "requests": (lambda a: {"bs": -1}, ValueError, "bs: expected at least 0, got -1"),
+    "requests bool": (lambda a: {"bs": True}, TypeError, "bs: expected an int, got True"),
     "new": (
         lambda a: {"extend_kv_indices": a["extend_kv_indices"].float()},
         TypeError,
@@ -519,6 +525,10 @@ def test_heads_that_ranks_cannot_share_are_refused() -> None:
         sglang.cp_lse_ag_out_rs_mha(torch.zeros(2, 6, 8), torch.zeros(2, 6), _Four())
     with pytest.raises(ValueError, match=r"lse: expected \[2, 8\]"):
         sglang.cp_lse_ag_out_rs_mha(torch.zeros(2, 8, 8), torch.zeros(2, 6), _Four())
+    with pytest.raises(TypeError, match=r"out: expected .* float32 or float16 or bfloat16, got .* int32"):
+        sglang.cp_lse_ag_out_rs_mha(torch.zeros(2, 8, 8, dtype=torch.int32), torch.zeros(2, 8), _Four())
+    with pytest.raises(ValueError, match="out: is expanded or overlaps itself"):
+        sglang.cp_lse_ag_out_rs_mha(torch.zeros(2, 1, 8).expand(2, 8, 8), torch.zeros(2, 8), _Four())
 
 
 @pytest.mark.parametrize(

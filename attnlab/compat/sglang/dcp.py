@@ -7,8 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from attnlab.checks import require, tensor
+from attnlab.checks import own_memory, require, tensor
 from attnlab.compat.sglang.arguments import INTEGERS, check_rank
+from attnlab.plan.call import FLOATS
 from attnlab.plan.dcp import share_of
 
 
@@ -52,9 +53,10 @@ def cp_lse_ag_out_rs_mha(out: Tensor, lse: Tensor, group: Group, return_lse: boo
     ranks, rank = group.world_size, group.rank_in_group
     if ranks == 1:
         return (out, lse) if return_lse else out
-    tensor("out", out, shape=("tokens", "heads", "v_dim"))
+    tensor("out", out, shape=("tokens", "heads", "v_dim"), dtype=FLOATS)
     tokens, heads, _ = out.shape
-    tensor("lse", lse, shape=(tokens, heads), device=out.device)
+    tensor("lse", lse, shape=(tokens, heads), dtype=FLOATS, device=out.device)
+    own_memory("out", out, {"lse": lse})
     require(heads % ranks == 0, f"out: expected heads that {ranks} ranks can share, got {heads}")
     gathered = group.all_gather(lse.contiguous(), dim=0).view(ranks, tokens, heads)
     whole = gathered.logsumexp(0)

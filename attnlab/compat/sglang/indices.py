@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.checks import contiguous, positive, require, tensor
+from attnlab.checks import contiguous, positive, require, tensor, whole
 from attnlab.compat.sglang.adapt import to_sliding
 from attnlab.compat.sglang.arguments import INTEGERS, check_rank, engine_on, entries
 from attnlab.compat.sglang.launched import Grid, launched
@@ -145,7 +145,7 @@ def build_unified_kv_indices(
 
     Differs from the original: indptr is int32 (theirs int64), and the tail is 0 (theirs is what was there).
     """
-    positive("bs", bs + 1)
+    require(whole("bs", bs) >= 0, f"bs: expected at least 0, got {bs}")
     cached = tensor("prefix_kv_indices", prefix_kv_indices, shape=["slots"], dtype=INTEGERS)
     device, ops = cached.device, engine_on(engine, cached.device).ops
     new = tensor("extend_kv_indices", extend_kv_indices, shape=["slots"], dtype=INTEGERS, device=device).contiguous()
@@ -216,6 +216,7 @@ def update_sliding_window_buffer(
     indptr[1:] = lens.cumsum(0)
     engine_on(engine, where).ops.gather_shard(
         contiguous("window_kv_indices", slots),
+    require(whole("bs", bs) >= 0, f"bs: expected at least 0, got {bs}")
         table=table,
         rows=rows,
         first=start,
@@ -256,7 +257,8 @@ def get_num_kv_splits_triton(
     """
     require(grid == (1,), f"get_num_kv_splits_triton: grid: expected (1,), got {grid}")
     seqs, group = positive("num_seq", num_seq), positive("num_group", num_group)
-    require(seqs <= MAX_NUM_SEQ, f"MAX_NUM_SEQ: expected at least num_seq {seqs}, got {MAX_NUM_SEQ}")
+    most, cores = whole("MAX_NUM_SEQ", MAX_NUM_SEQ), whole("device_core_count", device_core_count)
+    require(seqs <= most, f"MAX_NUM_SEQ: expected at least num_seq {seqs}, got {most}")
     device = tensor("seq_lens_ptr", seq_lens_ptr, shape=["sequences"], dtype=INTEGERS).device
     lens = entries("seq_lens_ptr", seq_lens_ptr, count=seqs, device=device, dtype=torch.int32)
     tensor("num_kv_splits_ptr", num_kv_splits_ptr, shape=["rows"], dtype=torch.int32, device=device)
@@ -273,7 +275,7 @@ def get_num_kv_splits_triton(
         v_dim=1,
         mla=False,  # max_kv_splits is the cap as it is
         context_len=1,
-        multiprocessors=device_core_count if device_core_count > 0 else None,
+        multiprocessors=cores if cores > 0 else None,
         rows_per_seq=group,
     )
     sizes = engine_on(engine, device).ops.sizes(policy, lens.repeat_interleave(group), context)
