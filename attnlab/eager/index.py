@@ -13,6 +13,8 @@ from attnlab.plan.policy import SplitContext, SplitPolicy, SplitSizes
 from attnlab.plan.splits import offsets_of, owner_of
 from attnlab.spec import Sight
 
+MAX_INT64 = torch.iinfo(torch.int64).max
+
 
 class EagerPlanOps:
     """PlanOps in torch, on any device."""
@@ -52,8 +54,9 @@ class EagerPlanOps:
         if rows.shape[0] == 0 or ids.shape[0] == 0:
             return
         entry = torch.arange(ids.shape[0], dtype=torch.int64, device=ids.device)
-        # Of requests that begin at one entry all but the last are empty: the last is found.
-        req = (torch.searchsorted(starts.long(), entry, right=True) - 1).clamp(min=0)
+        # Lists come in any order. An entry is of the last that begins before it; those of nothing own none.
+        begins, order = torch.where(lens > 0, starts.long(), MAX_INT64).sort(stable=True)
+        req = order[(torch.searchsorted(begins, entry, right=True) - 1).clamp(min=0)]
         within = entry - starts[req]
         column = first[req] + within * ranks
         live = (within >= 0) & (within < lens[req])

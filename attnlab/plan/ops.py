@@ -60,7 +60,8 @@ class PlanOps(Protocol):
 
         Nothing else of `ids` is written: it may be longer than the lists, and lists may lie apart. One of `ranks`
         context-parallel ranks has every so-manieth position, from its first one on, in a storage of its own (see
-        `plan.dcp`); with one rank it is a plain copy. Requests are in the order of their `starts`.
+        `plan.dcp`); with one rank it is a plain copy. Lists may lie in any order, but do not overlap; entries outside
+        of `ids` are left out.
 
         Reference: create_triton_kv_indices_for_dcp_triton, create_flashinfer_kv_indices_triton.
         """

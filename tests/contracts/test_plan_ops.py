@@ -141,6 +141,27 @@ def test_a_shard_is_read_inside_the_table_and_written_inside_the_list(ops: str) 
 
 
 @both_ops
+def test_a_shards_lists_may_lie_in_any_order(ops: str) -> None:
+    """Request 1 has nothing, where request 2 begins."""
+    table, ids = torch.arange(100, 110, dtype=torch.int32, device=DEVICE).view(1, 10), ints([-5] * 8, torch.int64)
+    starts, lens = ints([5, 0, 0, 3]), ints([2, 0, 2, 1])
+    OPS[ops].gather_shard(
+        ids, table=table, rows=ints([0, 0, 0, 0]), first=ints([0, 1, 2, 3]), lens=lens, starts=starts, ranks=1
+    )
+    assert ids.tolist() == [102, 103, -5, 103, -5, 100, 101, -5]
+
+
+@both_ops
+def test_a_shard_has_no_entry_in_front_of_its_list(ops: str) -> None:
+    table = torch.arange(100, 110, dtype=torch.int32, device=DEVICE).view(1, 10)
+    fenced = ints([-5] * 6, torch.int64)
+    OPS[ops].gather_shard(
+        fenced[3:], table=table, rows=ints([0]), first=ints([-1]), lens=ints([4]), starts=ints([-2]), ranks=1
+    )
+    assert fenced.tolist() == [-5, -5, -5, 101, 102, -5]
+
+
+@both_ops
 @given(
     lists=st.lists(
         st.tuples(st.lists(st.integers(1, 99), max_size=5), st.lists(st.integers(1, 99), max_size=5)), max_size=5
