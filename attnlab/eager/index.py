@@ -69,16 +69,17 @@ class EagerPlanOps:
     ) -> tuple[Tensor, Tensor]:
         """Return each request's entries of `first`, then those of `second`, and the offsets."""
         check_joined(first_indptr, second_indptr)
-        first_indptr, second_indptr = first_indptr.clamp(max=first.shape[0]), second_indptr.clamp(max=second.shape[0])
+        first_indptr, second_indptr = first_indptr.clamp(0, first.shape[0]), second_indptr.clamp(0, second.shape[0])
         indptr = offsets_of(first_indptr.diff() + second_indptr.diff())
         joined = torch.zeros(first.shape[0] + second.shape[0], dtype=torch.int64, device=first.device)
+        base = first_indptr[0] + second_indptr[0]  # lists need not begin with the first entry, the joined one does
         for ids, own, shift in ((first, first_indptr, second_indptr[:-1]), (second, second_indptr, first_indptr[1:])):
             if ids.shape[0] == 0 or indptr.shape[0] == 1:
                 continue
             entry = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)
             # An entry moves by what lies before it in the other list. Tails add 0 to the first place.
-            place = entry + shift[owner_of(entry, own)]
-            live = entry < own[-1]
+            place = entry + shift[owner_of(entry, own)] - base
+            live = (entry >= own[0]) & (entry < own[-1])
             joined.scatter_add_(0, torch.where(live, place, 0).long(), torch.where(live, ids.long(), 0))
         return joined, indptr
 

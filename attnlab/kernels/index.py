@@ -106,7 +106,7 @@ class TritonPlanOps:
     ) -> tuple[Tensor, Tensor]:
         """Computes: each request's entries of `first`, then those of `second`, int64, and the offsets, int32.
 
-        Shapes: lists of any length, offsets `[reqs + 1]`. Grid: one program per request.
+        Shapes: lists of any length, offsets `[reqs + 1]`, which ascend. Grid: one program per request.
         Reads/writes: live entries alone; the tail of the result is 0.
         """
         check_joined(first_indptr, second_indptr)
@@ -289,6 +289,12 @@ def _gather_shard_kernel(
 @jit(do_not_specialize=("first_length", "second_length"))
 def _join_kernel(
     first_ptr,
+@jit
+def _held(offset, length):
+    """An offset that lies in a list of that length, whatever was given."""
+    return tl.maximum(tl.minimum(offset, length), 0)
+
+
     first_indptr_ptr,
     second_ptr,
     second_indptr_ptr,
@@ -300,19 +306,21 @@ def _join_kernel(
 ):
     # Reference: build_unified_kv_indices. Offsets beyond a list would be read and written beyond it: they are held.
     req = tl.program_id(0)
-    first_start = tl.minimum(tl.load(first_indptr_ptr + req), first_length)
-    first_end = tl.minimum(tl.load(first_indptr_ptr + req + 1), first_length)
-    second_start = tl.minimum(tl.load(second_indptr_ptr + req), second_length)
-    second_end = tl.minimum(tl.load(second_indptr_ptr + req + 1), second_length)
-    tl.store(indptr_ptr + req + 1, (first_end + second_end).to(tl.int32))
+    first_start = _held(tl.load(first_indptr_ptr + req), first_length)
+    first_end = _held(tl.load(first_indptr_ptr + req + 1), first_length)
+    second_start = _held(tl.load(second_indptr_ptr + req), second_length)
+    second_end = _held(tl.load(second_indptr_ptr + req + 1), second_length)
+    # Lists need not begin with the first entry, the joined one does.
+    base = _held(tl.load(first_indptr_ptr), first_length) + _held(tl.load(second_indptr_ptr), second_length)
+    tl.store(indptr_ptr + req + 1, (first_end + second_end - base).to(tl.int32))
     for at in range(first_start, first_end, BLOCK):
         entry = at + tl.arange(0, BLOCK)
         id = tl.load(first_ptr + entry, mask=entry < first_end)
-        tl.store(joined_ptr + entry + second_start, id.to(tl.int64), mask=entry < first_end)
+        tl.store(joined_ptr + entry + second_start - base, id.to(tl.int64), mask=entry < first_end)
     for at in range(second_start, second_end, BLOCK):
         entry = at + tl.arange(0, BLOCK)
         id = tl.load(second_ptr + entry, mask=entry < second_end)
-        tl.store(joined_ptr + entry + first_end, id.to(tl.int64), mask=entry < second_end)
+        tl.store(joined_ptr + entry + first_end - base, id.to(tl.int64), mask=entry < second_end)
 
 
 @jit(do_not_specialize=("num_pages", "stride"))

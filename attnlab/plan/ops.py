@@ -76,6 +76,8 @@ class PlanOps(Protocol):
     ) -> tuple[Int[Tensor, " a_b"], Int[Tensor, " reqs_1"]]:
         """Return one list (int64) and its offsets (int32): each request's entries of `first`, then those of `second`.
 
+        Offsets ascend, and are held to their list; they need not begin with 0, those of the result do.
+
         Reference: build_unified_kv_indices.
         """
 

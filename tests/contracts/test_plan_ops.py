@@ -274,6 +274,18 @@ def test_offsets_beyond_a_list_are_held_to_it(ops: str) -> None:
         first=ints([5, 6, 7]), first_indptr=ints([0, 5]), second=ints([8]), second_indptr=ints([0, 1])
     )
     assert (joined.tolist(), indptr.tolist()) == ([5, 6, 7, 8], [0, 4])
+    joined, indptr = OPS[ops].join(
+        first=ints([5, 6, 7]), first_indptr=ints([-4, 2]), second=ints([8]), second_indptr=ints([-1, 9])
+    )
+    assert (joined.tolist(), indptr.tolist()) == ([5, 6, 8, 0], [0, 3])
+
+
+@both_ops
+def test_joined_lists_need_not_begin_with_the_first_entry(ops: str) -> None:
+    joined, indptr = OPS[ops].join(
+        first=ints([5, 6, 7]), first_indptr=ints([1, 2, 3]), second=ints([8, 9, 10]), second_indptr=ints([1, 1, 3])
+    )
+    assert (joined.tolist(), indptr.tolist()) == ([6, 7, 9, 10, 0, 0], [0, 1, 4])
 
 
 @both_ops
