@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
 
+from attnlab.compat.sglang import values
+
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 """What moves numbers of a tensor to the host."""
 
@@ -36,11 +38,19 @@ class _NoShapedByNumbers(TorchDispatchMode):
 
 
 @contextmanager
+def unread() -> Iterator[None]:
+    """Let this CPU stand for a GPU: what is looked at only where that costs nothing is not looked at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(values, "readable", lambda x: False)
+        yield
+
+
+@contextmanager
 def no_waiting(*, on_host: Sequence[Tensor] = ()) -> Iterator[None]:
     """Fail where anything but a kernel reads a tensor back; those of `on_host` are the host's own, and may be read."""
     own = {x.data_ptr() for x in on_host}
     in_kernel: list[bool] = []
-    with pytest.MonkeyPatch.context() as patch:
+    with unread(), pytest.MonkeyPatch.context() as patch:
         for name in READS:
             real = getattr(torch.Tensor, name)
 

@@ -36,8 +36,8 @@ class EagerPlanOps:
         entry = torch.arange(capacity, dtype=torch.int32, device=table.device)
         req = owner_of(entry, indptr)
         column = torch.maximum(start[req] + entry - indptr[req], first[req])
-        live = (entry < indptr[-1]) & (column < table.shape[1])
-        return torch.where(live, table[rows[req], column.clamp(max=table.shape[1] - 1)].long(), 0)
+        live = (entry < indptr[-1]) & (column >= 0) & (column < table.shape[1])
+        return torch.where(live, table[rows[req], column.clamp(0, table.shape[1] - 1)].long(), 0)
 
     def gather_shard(
         self,
@@ -60,8 +60,9 @@ class EagerPlanOps:
         within = entry - starts[req]
         column = first[req] + within * ranks
         live = (within >= 0) & (within < lens[req])
-        slots = table[rows[req], column.clamp(0, table.shape[1] - 1)].long() // ranks
-        found = torch.where((column >= 0) & (column < table.shape[1]), slots, 0)
+        inside = live & (column >= 0) & (column < table.shape[1])
+        slots = table[torch.where(live, rows[req], 0), column.clamp(0, table.shape[1] - 1)].long() // ranks
+        found = torch.where(inside, slots, 0)
         ids.copy_(torch.where(live, found, ids))
 
     def join(
@@ -71,8 +72,8 @@ class EagerPlanOps:
         check_joined(first_indptr, second_indptr)
         first_indptr, second_indptr = first_indptr.clamp(0, first.shape[0]), second_indptr.clamp(0, second.shape[0])
         indptr = offsets_of(first_indptr.diff() + second_indptr.diff())
-        joined = torch.zeros(first.shape[0] + second.shape[0], dtype=torch.int64, device=first.device)
         base = first_indptr[0] + second_indptr[0]  # lists need not begin with the first entry, the joined one does
+        joined = torch.zeros(first.shape[0] + second.shape[0], dtype=torch.int64, device=first.device)
         for ids, own, shift in ((first, first_indptr, second_indptr[:-1]), (second, second_indptr, first_indptr[1:])):
             if ids.shape[0] == 0 or indptr.shape[0] == 1:
                 continue

@@ -58,7 +58,7 @@ class TritonPlanOps:
 
         Shapes: `table [max_requests, max_context]` int32; `rows`, `start`, `first` `[reqs]`; `indptr [reqs + 1]` int32.
         Grid: one program per request, which copies its row in chunks.
-        Reads/writes: nothing else; columns are kept inside the table.
+        Reads/writes: nothing else; columns are kept inside the table, beyond which ids are 0.
         """
         ids = torch.zeros(capacity, dtype=torch.int64, device=table.device)
         if rows.shape[0] and capacity:
@@ -253,7 +253,8 @@ def _gather_kernel(
         entry = at + tl.arange(0, BLOCK)
         column = tl.maximum(start + entry - list_start, first)
         live = entry < list_end
-        id = tl.load(table_ptr + row * table_stride + column, mask=live & (column < columns), other=0)
+        inside = live & (column >= 0) & (column < columns)
+        id = tl.load(table_ptr + row * table_stride + column, mask=inside, other=0)
         tl.store(ids_ptr + entry, id.to(tl.int64), mask=live)
 
 
@@ -276,25 +277,27 @@ def _gather_shard_kernel(
     row = tl.load(rows_ptr + req).to(tl.int64)  # rows * columns may pass 2^31
     first = tl.load(first_ptr + req).to(tl.int64)
     list_start = tl.load(starts_ptr + req).to(tl.int64)
-    length = tl.load(lens_ptr + req).to(tl.int32)
-    for at in range(0, length, BLOCK):
+    # Entries in front of the buffer or behind it are nobody's.
+    begin = tl.maximum(-list_start, 0)
+    end = tl.minimum(tl.load(lens_ptr + req).to(tl.int64), capacity - list_start)
+    for at in range(begin, end, BLOCK):
         entry = at + tl.arange(0, BLOCK)
-        column = first + entry.to(tl.int64) * ranks
-        live = (entry < length) & (list_start + entry < capacity)
+        column = first + entry * ranks
+        live = entry < end
         inside = live & (column >= 0) & (column < columns)
         id = tl.load(table_ptr + row * table_stride + column, mask=inside, other=0)
         tl.store(ids_ptr + list_start + entry, (id // ranks).to(tl.int64), mask=live)
 
 
-@jit(do_not_specialize=("first_length", "second_length"))
-def _join_kernel(
-    first_ptr,
 @jit
 def _held(offset, length):
     """An offset that lies in a list of that length, whatever was given."""
     return tl.maximum(tl.minimum(offset, length), 0)
 
 
+@jit(do_not_specialize=("first_length", "second_length"))
+def _join_kernel(
+    first_ptr,
     first_indptr_ptr,
     second_ptr,
     second_indptr_ptr,

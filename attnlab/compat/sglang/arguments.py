@@ -1,7 +1,7 @@
 """What arguments of the original's functions become: engines, views, lists, attention specs, masks.
 
 All is checked here under the caller's names, before anything is launched. Nothing waits for the device: sizes come from
-shapes, and what only the device knows is held to them.
+shapes, and what only the device knows is held to them. On a CPU, where looking costs nothing, it is refused instead.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnlab.checks import describe, last_axis_contiguous, member, number, own_memory, positive, require, tensor, whole
 from attnlab.compat.sglang.mods import modifier
+from attnlab.compat.sglang.values import check_lengths, check_listed, check_offsets, held
 from attnlab.engines import Engine, engine_for
 from attnlab.mask import CAUSAL, CustomMask, Mask
 from attnlab.memory.pool import KVView, check_storage
@@ -98,17 +99,33 @@ def entries(name: str, x: Tensor | None, *, count: int, device: torch.device, dt
     """Return the first `count` entries of an integer list, contiguous, as `dtype`; buffers may be longer."""
     given = tensor(name, x, shape=["entries"], dtype=INTEGERS, device=device)
     require(given.shape[0] >= count, f"{name}: expected at least {count} entries, got {given.shape[0]}")
-    return given[:count].to(dtype).contiguous()
+    mine = given[:count]
+    if mine.dtype == torch.int64 and dtype == torch.int32:  # what 32 bits do not hold must not change its sign
+        mine = mine.clamp(min=-MAX_INT32, max=MAX_INT32)
+    return mine.to(dtype).contiguous()
 
 
-def kv_index(kv_indptr: Tensor, kv_indices: Tensor, *, reqs: int, device: torch.device) -> KVIndex:
+def kv_index(
+    kv_indptr: Tensor, kv_indices: Tensor, *, reqs: int, device: torch.device, view: KVView | None = None
+) -> KVIndex:
     """Return the lists of `reqs` requests. int64 slots are taken as they lie there, int32 ones are copied.
 
-    Offsets beyond the slots are held to them: a list then is shorter, and nothing is read behind its end.
+    On a CPU, ValueError where offsets leave the slots, or slots the `view` that they are read from. On a GPU offsets
+    that leave the slots are held to them: a list then is shorter, and nothing is read outside.
     """
     slots = tensor("kv_indices", kv_indices, shape=["slots"], dtype=INTEGERS, device=device).long().contiguous()
     indptr = entries("kv_indptr", kv_indptr, count=reqs + 1, device=device, dtype=torch.int32)
-    return KVIndex(indptr=indptr.clamp(max=min(slots.shape[0], MAX_INT32)), slots=slots, space="pool")
+    check_offsets("kv_indptr", indptr, end=slots.shape[0], of="kv_indices")
+    if view is not None:
+        check_listed("kv_indices", slots, indptr, count=view.num_slots, of="slots of k_buffer")
+    return KVIndex(indptr=held(indptr, min(slots.shape[0], MAX_INT32)), slots=slots, space="pool")
+
+
+def query_offsets(of: str, qo_indptr: Tensor, *, reqs: int, tokens: int, device: torch.device) -> Tensor:
+    """Return where each request's rows of the queries `of` begin, int32 `[reqs + 1]`, checked and held as lists are."""
+    indptr = entries("qo_indptr", qo_indptr, count=reqs + 1, device=device, dtype=torch.int32)
+    check_offsets("qo_indptr", indptr, end=tokens, of=of)
+    return held(indptr, tokens)
 
 
 def split_lane(layout: KVLayout, counts: Tensor, *, most: int, kv_heads: int) -> Lane:
@@ -220,5 +237,7 @@ def mask_of(
     tensor("custom_mask", custom_mask, shape=["pairs"], dtype=(torch.uint8, torch.bool), device=device)
     require(mask_indptr is not None, "mask_indptr: expected where each request's bytes of custom_mask begin, got None")
     starts = entries("mask_indptr", mask_indptr, count=reqs, device=device, dtype=torch.int64)
+    check_lengths("mask_indptr", starts)
+    starts = starts.clamp(min=0)  # a start beyond the mask hides what it would show; one in front of it would be read
     bits = custom_mask.contiguous().view(torch.uint8)
     return CustomMask(bits=bits, cached_visible=cached_visible), torch.nn.functional.pad(starts, (0, 1))

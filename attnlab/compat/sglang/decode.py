@@ -62,7 +62,8 @@ def decode_attention_fwd(
     KV head (theirs are wrong for groups over 16 that 16 does not divide). Temperature works with grouped heads.
     A count of 0, or over `max_kv_splits`, loses no key: it is held to what there is. fp8 keys are lifted to q's dtype,
     q is not rounded to theirs. A modifier that gives -inf for a whole tile gives no NaN. `attn_lse` is found by its own
-    strides. `use_pdl` is unread: the target decides.
+    strides. `use_pdl` is unread: the target decides. Offsets are held to `kv_indices`; on a CPU, ValueError where they
+    leave it, and where a slot that is read leaves the buffers.
     Raises TypeError or ValueError, naming the argument, before anything is written.
     """
     view = kv_view(k_buffer, v_buffer, k_scale=k_scale, v_scale=v_scale, page_size=page_size, has_mla=has_mla)

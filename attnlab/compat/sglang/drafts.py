@@ -8,6 +8,7 @@ from torch import Tensor
 from attnlab.checks import last_axis_contiguous, positive, require, tensor, whole
 from attnlab.compat.sglang.arguments import INTEGERS, engine_on, entries
 from attnlab.compat.sglang.launched import Grid, launched
+from attnlab.compat.sglang.values import check_lengths, check_members
 from attnlab.engines import Engine
 from attnlab.memory.pool import Translation
 from attnlab.plan.draft import branch_stride
@@ -66,7 +67,8 @@ def generate_draft_decode_kv_indices(
 
     Differs from the original: a sequence of length 0 is padding and has no drafts. Offsets come from
     `paged_kernel_lens`; `positions` `[>= branches]`, which must repeat them and from which theirs come, is unread. Rows
-    that are too narrow are cut off, not written beyond.
+    that are too narrow are cut off, not written beyond. On a CPU, ValueError for a length below 0, and for a row that
+    the table has not.
     """
     steps, seqs, topk = grid
     branches = seqs * topk
@@ -87,9 +89,12 @@ def generate_draft_decode_kv_indices(
         require(whole(name, bound) >= count, f"{name}: expected at least {count}, as the grid says, got {bound}")
     entries("positions", positions, count=branches, device=device, dtype=torch.int64)
     cached = entries("paged_kernel_lens", paged_kernel_lens, count=seqs, device=device, dtype=torch.int32)
+    rows = entries("req_pool_indices", req_pool_indices, count=seqs, device=device, dtype=torch.int64)
+    check_lengths("paged_kernel_lens", cached)
+    check_members("req_pool_indices", rows, count=req_to_token.shape[0], of="rows of req_to_token", live=cached > 0)
     lists = engine_on(engine, device).ops.drafts(
         table=req_to_token,
-        rows=entries("req_pool_indices", req_pool_indices, count=seqs, device=device, dtype=torch.int64),
+        rows=rows,
         cached=cached,
         stride=branch_stride(cached, steps=max(1, steps), page_size=positive("page_size", page_size)),
         topk=topk,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnlab.checks import last_axis_contiguous, require, tensor, whole
 from attnlab.compat.sglang.arguments import (
+    MAX_INT32,
     attention_of,
     engine_on,
     entries,
@@ -17,7 +18,9 @@ from attnlab.compat.sglang.arguments import (
     kv_view,
     mask_of,
     output_rows,
+    query_offsets,
 )
+from attnlab.compat.sglang.values import check_lengths, check_offsets, held
 from attnlab.engines import Engine
 from attnlab.mask import Mask
 from attnlab.plan.extend_call import ExtendCall
@@ -76,7 +79,8 @@ def extend_attention_fwd(
     Differs from the original: a mask alone decides (theirs, where `is_causal`, hides what lies behind the tile of
     queries, and where it is not, new keys more than W behind the query). A query that sees nothing but a sink has the
     sink as its LSE, not inf or NaN. Positions count from the request's first key where `window_kv_offsets` says where
-    the list begins, for temperature and modifiers too; else from the list's. fp8 keys are lifted to q's dtype.
+    the list begins, for temperature and modifiers too; else from the list's. fp8 keys are lifted to q's dtype. Offsets
+    are held to what they count; on a CPU, ValueError where they leave it, and where a slot leaves the buffers.
     Raises TypeError or ValueError, naming the argument, before anything is written.
     """
     view = kv_view(
@@ -111,13 +115,15 @@ def extend_attention_fwd(
     )
     start = _start("window_kv_offsets", window_kv_offsets, spec, reqs, device)
     if skip_prefix:  # lists of nothing, which end where the new tokens begin
-        start = start + entries("kv_indptr", kv_indptr, count=reqs + 1, device=device, dtype=torch.int32).diff()
+        cached = entries("kv_indptr", kv_indptr, count=reqs + 1, device=device, dtype=torch.int32)
+        check_offsets("kv_indptr", cached, end=MAX_INT32, of="any list")
+        start = start + held(cached, MAX_INT32).diff()
         kv_indptr, kv_indices = torch.zeros_like(kv_indptr), kv_indices[:0]
     skipped = bool(skip_prefix_custom_mask)
     layout, queries = _asked(
         spec,
         q_extend,
-        kv_index(kv_indptr, kv_indices, reqs=reqs, device=device),
+        kv_index(kv_indptr, kv_indices, reqs=reqs, device=device, view=view),
         qo_indptr=qo_indptr,
         start=start,
         mask=mask_of(custom_mask, mask_indptr, reqs=reqs, cached_visible=skipped, device=device),
@@ -204,7 +210,7 @@ def extend_attention_fwd_unified(
     layout, queries = _asked(
         spec,
         q,
-        kv_index(kv_indptr, kv_indices, reqs=reqs, device=device),
+        kv_index(kv_indptr, kv_indices, reqs=reqs, device=device, view=view),
         qo_indptr=qo_indptr,
         start=_start("window_start_pos", window_start_pos, spec, reqs, device),
         mask=mask_of(custom_mask, mask_indptr, reqs=reqs, cached_visible=False, device=device),
@@ -249,7 +255,9 @@ def _start(name: str, given: Tensor | None, spec: AttentionSpec, reqs: int, devi
     """Return where each list begins, int32: what its caller says of a window's list, position 0 of any other."""
     if spec.window is None or given is None:
         return torch.zeros(reqs, dtype=torch.int32, device=device)
-    return entries(name, given, count=reqs, device=device, dtype=torch.int32)
+    start = entries(name, given, count=reqs, device=device, dtype=torch.int32)
+    check_lengths(name, start)
+    return start.clamp(min=0)
 
 
 def _asked(
@@ -265,8 +273,9 @@ def _asked(
 ) -> tuple[KVLayout, Queries]:
     """Return the lists with their positions, and the queries, which stand behind the cached keys."""
     tokens = q.shape[0]
-    indptr = entries("qo_indptr", qo_indptr, count=index.reqs + 1, device=q.device, dtype=torch.int32)
-    indptr = indptr.clamp(max=tokens)
+    indptr = query_offsets(
+        "q_extend" if not one_pass else "q", qo_indptr, reqs=index.reqs, tokens=tokens, device=q.device
+    )
     cached = start + index.indptr.diff()
     if one_pass:
         cached = cached - indptr.diff()

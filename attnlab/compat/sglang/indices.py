@@ -11,6 +11,7 @@ from attnlab.checks import contiguous, positive, require, tensor, whole
 from attnlab.compat.sglang.adapt import to_sliding
 from attnlab.compat.sglang.arguments import INTEGERS, check_rank, engine_on, entries
 from attnlab.compat.sglang.launched import Grid, launched
+from attnlab.compat.sglang.values import check_lengths, check_members, check_offsets, held
 from attnlab.engines import Engine
 from attnlab.plan.dcp import first_of
 from attnlab.plan.policies.seed import Seed
@@ -37,7 +38,8 @@ def create_flashinfer_kv_indices_triton(
     without `kv_start_idx`; nothing else is written. The table is int32 `[pool, width]` of row stride
     `req_to_token_ptr_stride`; lists are int32 or int64 and may be longer than there are requests.
 
-    Differs from the original: columns beyond the table give slot 0, and nothing is written behind the buffer.
+    Differs from the original: columns outside of the table give slot 0, and nothing is written outside of the buffer.
+    On a CPU, ValueError for a row that the table has not, and for a length or an offset below 0.
     """
     _gather(
         grid[0],
@@ -115,13 +117,20 @@ def _gather(
     starts = torch.zeros(reqs, dtype=torch.int64, device=device)
     if start is not None:
         starts = entries("kv_start_idx", start, count=reqs, device=device, dtype=torch.int64)
+        check_lengths("kv_start_idx", starts)
+    places = entries("req_pool_indices_ptr", rows, count=reqs, device=device, dtype=torch.int64)
+    counts = entries("page_kernel_lens_ptr", lens, count=reqs, device=device, dtype=torch.int64)
+    offsets = entries("kv_indptr", indptr, count=reqs, device=device, dtype=torch.int64)
+    check_lengths("page_kernel_lens_ptr", counts)
+    check_lengths("kv_indptr", offsets)
+    check_members("req_pool_indices_ptr", places, count=table.shape[0], of="rows of req_to_token_ptr", live=counts > 0)
     engine_on(engine, device).ops.gather_shard(
         contiguous("kv_indices_ptr", out),
         table=table,
-        rows=entries("req_pool_indices_ptr", rows, count=reqs, device=device, dtype=torch.int64),
+        rows=places,
         first=first_of(starts, ranks=ranks, rank=rank),
-        lens=entries("page_kernel_lens_ptr", lens, count=reqs, device=device, dtype=torch.int64),
-        starts=entries("kv_indptr", indptr, count=reqs, device=device, dtype=torch.int64),
+        lens=counts,
+        starts=offsets,
         ranks=ranks,
     )
 
@@ -143,7 +152,9 @@ def build_unified_kv_indices(
     int64, as many as both buffers hold, with zeros behind the last list; cached lengths have the dtype of
     `prefix_kv_indptr`.
 
-    Differs from the original: indptr is int32 (theirs int64), and the tail is 0 (theirs is what was there).
+    Differs from the original: indptr is int32 (theirs int64), and the tail is 0 (theirs is what was there). Offsets and
+    lengths that leave their lists are held to them; on a CPU, ValueError for lists that do not ascend inside
+    `prefix_kv_indices`, and for a length or an offset below 0.
     """
     require(whole("bs", bs) >= 0, f"bs: expected at least 0, got {bs}")
     cached = tensor("prefix_kv_indices", prefix_kv_indices, shape=["slots"], dtype=INTEGERS)
@@ -151,8 +162,12 @@ def build_unified_kv_indices(
     new = tensor("extend_kv_indices", extend_kv_indices, shape=["slots"], dtype=INTEGERS, device=device).contiguous()
     indptr = entries("prefix_kv_indptr", prefix_kv_indptr, count=bs + 1, device=device, dtype=torch.int32)
     start = entries("extend_start_loc", extend_start_loc, count=bs, device=device, dtype=torch.int32)
-    new_indptr = offsets_of(entries("extend_seq_lens", extend_seq_lens, count=bs, device=device, dtype=torch.int32))
-    new_indptr = new_indptr.clamp(max=new.shape[0])
+    new_lens = entries("extend_seq_lens", extend_seq_lens, count=bs, device=device, dtype=torch.int32)
+    check_offsets("prefix_kv_indptr", indptr, end=cached.shape[0], of="prefix_kv_indices")
+    check_lengths("extend_start_loc", start)
+    check_lengths("extend_seq_lens", new_lens)
+    indptr, start = held(indptr, cached.shape[0]), start.clamp(min=0)
+    new_indptr = held(offsets_of(new_lens.clamp(min=0)), new.shape[0])
     # Where new tokens begin need not be where those of the request before end: they are laid end to end first.
     packed = ops.gather(
         table=new[None],
@@ -163,7 +178,7 @@ def build_unified_kv_indices(
         capacity=new.shape[0],
     )
     slots, joined = ops.join(first=cached.contiguous(), first_indptr=indptr, second=packed, second_indptr=new_indptr)
-    return joined, slots, prefix_kv_indptr[: bs + 1].diff()
+    return joined, slots, indptr.diff().to(prefix_kv_indptr.dtype)
 
 
 @torch.no_grad()
@@ -190,7 +205,8 @@ def update_sliding_window_buffer(
     slots go through it, once. Lengths and positions have the dtype of `seq_lens`. `device` is the table's, or None.
 
     Differs from the original: a new list is as long as it may get, bs x W, since its length is known to the device
-    alone.
+    alone. Entry 0 of `window_kv_indptr` is written too. A length below 0 is 0. On a CPU both that and a row that the
+    table has not raise ValueError.
     """
     width = positive("sliding_window_size", sliding_window_size)
     table = tensor("req_to_token", req_to_token, shape=("pool", "width"), dtype=torch.int32)
@@ -200,23 +216,27 @@ def update_sliding_window_buffer(
         f"device: expected {where}, where req_to_token lies, or None, got {device}",
     )
     tensor("window_kv_indptr", window_kv_indptr, shape=["entries"], dtype=INTEGERS, device=where)
+    require(whole("bs", bs) >= 0, f"bs: expected at least 0, got {bs}")
     require(
-        0 <= bs < window_kv_indptr.shape[0],
+        bs < window_kv_indptr.shape[0],
         f"window_kv_indptr: expected at least {bs + 1} entries, got {window_kv_indptr.shape[0]}",
     )
     tensor("seq_lens", seq_lens, shape=["reqs"], dtype=INTEGERS, device=where)
-    lens = entries("seq_lens", seq_lens, count=bs, device=where, dtype=seq_lens.dtype).clamp(max=width)
-    start = seq_lens[:bs] - lens
+    tokens = entries("seq_lens", seq_lens, count=bs, device=where, dtype=seq_lens.dtype)
+    check_lengths("seq_lens", tokens)
+    lens = tokens.clamp(min=0, max=width)
+    start = tokens.clamp(min=0) - lens
     rows = entries("req_pool_indices", req_pool_indices, count=bs, device=where, dtype=torch.int64)
+    check_members("req_pool_indices", rows, count=table.shape[0], of="rows of req_to_token", live=lens > 0)
     slots = window_kv_indices
     if slots is None:
         slots = torch.zeros(bs * min(width, table.shape[1]), dtype=torch.int64, device=where)
     tensor("window_kv_indices", slots, shape=["slots"], dtype=INTEGERS, device=where)
     indptr = window_kv_indptr[: bs + 1]
+    indptr[0] = 0
     indptr[1:] = lens.cumsum(0)
     engine_on(engine, where).ops.gather_shard(
         contiguous("window_kv_indices", slots),
-    require(whole("bs", bs) >= 0, f"bs: expected at least 0, got {bs}")
         table=table,
         rows=rows,
         first=start,
@@ -251,9 +271,9 @@ def get_num_kv_splits_triton(
 
     The policy "seed": `seq_lens` `[>= num_seq]` int32 or int64, of which `num_group` rows each share one.
 
-    Differs from the original: a sequence of length 0 takes no part in the shortest and longest and gets 0; all of them
-    0: all get 0. Where `device_core_count` is not positive, which divides by zero there, all others get
-    `max_kv_splits`.
+    Differs from the original: a sequence of length 0 (below 0: ValueError on a CPU) takes no part in the shortest and
+    longest and gets 0; all of them 0: all get 0. Lengths of 2^31 and more count as 2^31 - 1. Where `device_core_count`
+    is not positive, which divides by zero there, all others get `max_kv_splits`.
     """
     require(grid == (1,), f"get_num_kv_splits_triton: grid: expected (1,), got {grid}")
     seqs, group = positive("num_seq", num_seq), positive("num_group", num_group)
@@ -261,6 +281,8 @@ def get_num_kv_splits_triton(
     require(seqs <= most, f"MAX_NUM_SEQ: expected at least num_seq {seqs}, got {most}")
     device = tensor("seq_lens_ptr", seq_lens_ptr, shape=["sequences"], dtype=INTEGERS).device
     lens = entries("seq_lens_ptr", seq_lens_ptr, count=seqs, device=device, dtype=torch.int32)
+    check_lengths("seq_lens_ptr", lens)
+    lens = lens.clamp(min=0)
     tensor("num_kv_splits_ptr", num_kv_splits_ptr, shape=["rows"], dtype=torch.int32, device=device)
     rows = num_kv_splits_ptr.shape[0]
     require(rows >= seqs * group, f"num_kv_splits_ptr: expected {seqs * group} rows, {seqs} x {group}, got {rows}")

@@ -11,11 +11,11 @@ from torch import Tensor
 from attnlab.compat.sglang.arguments import (
     attention_of,
     engine_on,
-    entries,
     kv_index,
     kv_view,
     new_partials,
     output_rows,
+    query_offsets,
     split_lane,
 )
 from attnlab.compat.sglang.extend import new_keys
@@ -75,10 +75,10 @@ def verify_splitkv_fwd(
     spec, _ = attention_of("q_extend", q_extend, view, engine=runner, sm_scale=sm_scale or None)
     k, v = new_keys(q_extend, k_extend, v_extend, spec)
     reqs, tokens = qo_indptr.shape[0] - 1, q_extend.shape[0]
-    layout = KVLayout.full(kv_index(kv_indptr, kv_indices, reqs=reqs, device=device))
+    layout = KVLayout.full(kv_index(kv_indptr, kv_indices, reqs=reqs, device=device, view=view))
     cached, splits = layout.index.indptr.diff(), _splits(kv_indices.shape[0] // reqs)
     lane = split_lane(layout, torch.full_like(cached, splits), most=splits, kv_heads=spec.kv_heads)
-    indptr = entries("qo_indptr", qo_indptr, count=reqs + 1, device=device, dtype=torch.int32)
+    indptr = query_offsets("q_extend", qo_indptr, reqs=reqs, tokens=tokens, device=device)
     runner.verify(
         VerifyCall(
             layer=0,
