@@ -273,9 +273,8 @@ def _asked(
 ) -> tuple[KVLayout, Queries]:
     """Return the lists with their positions, and the queries, which stand behind the cached keys."""
     tokens = q.shape[0]
-    indptr = query_offsets(
-        "q_extend" if not one_pass else "q", qo_indptr, reqs=index.reqs, tokens=tokens, device=q.device
-    )
+    name = "q" if one_pass else "q_extend"
+    indptr = query_offsets(name, qo_indptr, reqs=index.reqs, tokens=tokens, device=q.device)
     cached = start + index.indptr.diff()
     if one_pass:
         cached = cached - indptr.diff()
