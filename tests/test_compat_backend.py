@@ -81,13 +81,18 @@ def test_chains_and_trees_are_verified(kind: str, split: bool) -> None:
 
 
 def padded(batch: Any, each: int) -> Any:
-    """The batch as a server hands it to a graph of four requests: rows of padding behind the live ones."""
+    """The batch as a server hands it to a graph of four requests: rows of padding behind the live ones.
+
+    Host lists that a graph does not read are left as they are.
+    """
     missing = 4 - batch.batch_size
     batch = SimpleNamespace(**vars(batch))
     batch.batch_size = 4
     batch.extend_seq_lens = torch.nn.functional.pad(batch.extend_seq_lens, (0, missing))
     batch.req_pool_indices = torch.nn.functional.pad(batch.req_pool_indices, (0, missing))
     batch.seq_lens = torch.nn.functional.pad(batch.seq_lens, (0, missing), value=1)
+    if batch.seq_lens_cpu is not None:
+        batch.seq_lens_cpu = torch.nn.functional.pad(batch.seq_lens_cpu, (0, missing), value=1)
     batch.seq_lens_sum = None if batch.seq_lens_sum is None else batch.seq_lens_sum + missing
     spec = {} if batch.spec_info is None else vars(batch.spec_info)
     if "extend_seq_lens_tensor" in spec:
@@ -452,6 +457,25 @@ def test_totals_that_disagree_size_the_lists_by_the_larger() -> None:
     batch.extend_prefix_lens_cpu = [0] * 4
     world.backend.init_forward_metadata(batch)
     world.check(world.run(batch, 12), requests, [3] * 4)
+
+
+@pytest.mark.parametrize("name", ["seq_lens_cpu", "extend_prefix_lens_cpu", "extend_seq_lens_cpu"])
+def test_lengths_of_some_requests_are_refused(name: str) -> None:
+    """Lists would be sized by them, and the last requests lose their keys."""
+    world, requests = filled()
+    batch = world.batch("extend", requests, [3] * 4)
+    setattr(batch, name, getattr(batch, name)[:3])
+    batch.seq_lens_sum = None
+    with pytest.raises(ValueError, match=f"{name}: expected a length for each of 4 requests, or None, got 3"):
+        world.backend.init_forward_metadata(batch)
+
+
+def test_fewer_requests_than_none_are_refused() -> None:
+    world, requests = filled()
+    batch = world.batch("decode", requests, [1] * 4)
+    batch.batch_size = -1
+    with pytest.raises(ValueError, match="batch_size: expected at least 0 requests, got -1"):
+        world.backend.init_forward_metadata(batch)
 
 
 def test_a_request_longer_than_the_table_is_refused() -> None:

@@ -188,6 +188,18 @@ def test_drafts_beyond_the_tables_columns_are_refused() -> None:
         drafting.backend.init_forward_metadata(batch)
 
 
+@pytest.mark.parametrize("lens", [[43, 44], [44, 43]])
+def test_a_shorter_request_whose_drafts_end_further_out_is_refused(lens: list[int]) -> None:
+    """With pages of 4, drafts behind 43 tokens end at column 70, those behind 44 at 59."""
+    drafting = Drafting("mha", topk=4, steps=3, page_size=4)
+    batch = drafting.batch([])
+    batch.batch_size, batch.seq_lens_cpu, batch.seq_lens_sum = 2, torch.tensor(lens), sum(lens)
+    batch.req_pool_indices = torch.tensor([0, 1], device=DEVICE)
+    batch.seq_lens = torch.tensor(lens, device=DEVICE)
+    with pytest.raises(ValueError, match="seq_lens: a request of 43 tokens, whose drafts end at column 70"):
+        drafting.backend.init_forward_metadata(batch)
+
+
 def test_an_unknown_option_is_refused_even_where_no_step_needs_a_backend() -> None:
     with pytest.raises(TypeError, match="foo"):
         Drafting("mha", topk=2, steps=1, foo=3)

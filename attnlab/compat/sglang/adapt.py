@@ -145,18 +145,21 @@ def _is_mla(arch: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Given:
-    """What a forward batch says. Lists may be longer than the batch; what is not there is None."""
+    """What a forward batch says. Lists may be longer than the batch; what is not there is None.
+
+    `known_lens`, `known_prefix`, `known_new`: what the host was told of the batch's `reqs` requests.
+    """
 
     mode: Mode
     reqs: int
     rows: Tensor
     lens: Tensor
     total: int | None
-    longest: int | None
+    known_lens: tuple[int, ...] | None
     prefix: Tensor | None
-    prefix_total: int | None
+    known_prefix: tuple[int, ...] | None
     new: Tensor | None
-    most_new: int | None
+    known_new: tuple[int, ...] | None
     out_loc: Tensor | None
     positions: Tensor | None
     encoder: bool
@@ -169,12 +172,13 @@ class Given:
     def of(cls, batch: Any) -> Given:
         """Read a forward batch; nothing is read back from the device.
 
-        Where the host is told a total and the lengths too, and they disagree, the larger one sizes the lists.
+        Where the host is told a total and the lengths too, and they disagree, the larger one sizes the lists. Raises
+        ValueError where `seq_lens_cpu` has fewer entries than there are requests.
         """
         reqs, spec, mode = whole("batch_size", batch.batch_size), getattr(batch, "spec_info", None), mode_of(batch)
-        lens = _on_host("seq_lens_cpu", getattr(batch, "seq_lens_cpu", None))
-        prefix = _on_host("extend_prefix_lens_cpu", getattr(batch, "extend_prefix_lens_cpu", None))
-        new = _on_host("extend_seq_lens_cpu", getattr(batch, "extend_seq_lens_cpu", None))
+        require(reqs >= 0, f"batch_size: expected at least 0 requests, got {reqs}")
+        known = _on_host("seq_lens_cpu", getattr(batch, "seq_lens_cpu", None), reqs)
+        check_known("seq_lens_cpu", known, reqs)
         indptr, indices = getattr(spec, "kv_indptr", None), getattr(spec, "kv_indices", None)
         drafts = getattr(spec, "draft_token_num", None)
         return cls(
@@ -182,12 +186,12 @@ class Given:
             reqs=reqs,
             rows=tensor("req_pool_indices", batch.req_pool_indices, shape=["reqs"], dtype=INTEGERS),
             lens=tensor("seq_lens", batch.seq_lens, shape=["reqs"], dtype=INTEGERS),
-            total=_most(getattr(batch, "seq_lens_sum", None), None if lens is None else sum(lens)),
-            longest=None if lens is None else max(lens, default=0),
+            total=_most(getattr(batch, "seq_lens_sum", None), None if known is None else sum(known)),
+            known_lens=known,
             prefix=getattr(batch, "extend_prefix_lens", None),
-            prefix_total=_prefix_total(prefix, lens, new),
+            known_prefix=_on_host("extend_prefix_lens_cpu", getattr(batch, "extend_prefix_lens_cpu", None), reqs),
             new=getattr(batch, "extend_seq_lens", None),
-            most_new=None if new is None else max(new, default=0),
+            known_new=_on_host("extend_seq_lens_cpu", getattr(batch, "extend_seq_lens_cpu", None), reqs),
             out_loc=getattr(batch, "out_cache_loc", None),
             positions=getattr(batch, "positions", None),
             encoder=getattr(batch, "encoder_lens", None) is not None,
@@ -196,6 +200,15 @@ class Given:
             mask=getattr(spec, "custom_mask", None),
             lists=None if indptr is None or indices is None else (indptr, indices),
         )
+
+    @property
+    def prefix_total(self) -> int | None:
+        """The cached tokens of an extend, where the host was told: as such, or as what the new ones leave."""
+        if self.known_prefix is None:
+            return None
+        both_known = self.known_lens is not None and self.known_new is not None
+        left = sum(self.known_lens or ()) - sum(self.known_new or ()) if both_known else None
+        return _most(sum(self.known_prefix), left)
 
 
 def output_of(batch: Any) -> Tensor | None:
@@ -221,27 +234,25 @@ def mode_of(batch: Any) -> Mode:
     return "draft extend" if drafts is not None and drafts() else "extend"
 
 
-def _on_host(name: str, lens: Any) -> list[int] | None:
-    """Return lengths that the host was told; None where it was not."""
+def _on_host(name: str, lens: Any, reqs: int) -> tuple[int, ...] | None:
+    """Return the lengths of the first `reqs` requests, that the host was told; None where it was not."""
     if lens is None:
         return None
     on_cpu = not isinstance(lens, Tensor) or lens.device.type == "cpu"
     require(on_cpu, f"{name}: expected lengths on the CPU, got {describe(lens)}")
-    return [int(n) for n in (lens.tolist() if isinstance(lens, Tensor) else lens)]
+    return tuple(int(n) for n in (lens.tolist() if isinstance(lens, Tensor) else lens)[:reqs])
+
+
+def check_known(name: str, lens: tuple[int, ...] | None, reqs: int) -> None:
+    """Raise ValueError where the host was told the lengths of some requests, but not of all."""
+    count = reqs if lens is None else len(lens)
+    require(count >= reqs, f"{name}: expected a length for each of {reqs} requests, or None, got {count}")
 
 
 def _most(*totals: int | None) -> int | None:
     """Return the largest number that is known."""
     known = [int(n) for n in totals if n is not None]
     return max(known) if known else None
-
-
-def _prefix_total(prefix: list[int] | None, lens: list[int] | None, new: list[int] | None) -> int | None:
-    """Return the cached tokens of an extend, where the host was told: as such, or as what the new ones leave."""
-    if prefix is None:
-        return None
-    left = None if lens is None or new is None else sum(lens) - sum(new)
-    return _most(sum(prefix), left)
 
 
 def radius_of(layer: Any) -> int:

@@ -177,15 +177,18 @@ class TritonMultiStepDraftBackend:
             backend.init_draft_step(given, draft, graph=graph, in_capture=in_capture)
 
     def _check_columns(self, given: Given) -> None:
-        """Raise ValueError where the host knows of drafts that would lie beyond the table's columns."""
-        width, longest = self.req_to_token.shape[1], given.longest or 0
-        room = {"topk": self.topk, "steps": self.speculative_num_steps, "page_size": self.page_size}
-        ends = longest + draft_room(longest, **room)
-        require(
-            longest == 0 or ends <= width,
-            f"seq_lens: a request of {longest:,} tokens, whose drafts end at column {ends:,}, req_to_token has "
-            f"{width:,} columns",
-        )
+        """Raise ValueError where the host knows of drafts that would lie beyond the table's columns.
+
+        Of two requests the shorter one may end further out: with pages, room grows with what a page's last has left.
+        """
+        width, room = self.req_to_token.shape[1], {"topk": self.topk, "steps": self.speculative_num_steps}
+        for cached in {n for n in given.known_lens or () if n}:
+            ends = cached + draft_room(cached, **room, page_size=self.page_size)
+            require(
+                ends <= width,
+                f"seq_lens: a request of {cached:,} tokens, whose drafts end at column {ends:,}, req_to_token has "
+                f"{width:,} columns",
+            )
 
     def _write_slots(self, given: Given, branches: int) -> Tensor | None:
         """Return the slots that drafts are written to, `[branches, steps]`; None where the batch brings none yet.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnlab.checks import positive, require, tensor
-from attnlab.compat.sglang.adapt import Given, Runner
+from attnlab.compat.sglang.adapt import Given, Runner, check_known
 from attnlab.compat.sglang.arguments import INTEGERS, split_lane
 from attnlab.compat.sglang.lists import ListMaker, Lists, padded, translate
 from attnlab.compat.sglang.memory import Memory
@@ -59,7 +59,7 @@ class StepMaker:
     def _check_columns(self, given: Given) -> None:
         """Raise ValueError where the host knows of a request that is longer than the table is wide."""
         width = self.runner.table.shape[1]
-        longest = given.longest or 0
+        longest = max(given.known_lens or (), default=0)
         require(longest <= width, f"seq_lens: a request of {longest:,} tokens, req_to_token has {width:,} columns")
 
     def each(self, given: Given) -> int:
@@ -160,9 +160,11 @@ class StepMaker:
                     "extend_prefix_lens, extend_seq_lens: expected the cached and the new tokens of each request, got "
                     "None"
                 )
+            check_known("extend_prefix_lens_cpu", given.known_prefix, given.reqs)
+            check_known("extend_seq_lens_cpu", given.known_new, given.reqs)
             prefix, new = padded(given.prefix, given.reqs, reqs), padded(given.new, given.reqs, reqs)
             total, tokens = given.prefix_total, _tokens(given)
-            each = tokens if given.most_new is None else given.most_new
+            each = tokens if given.known_new is None else max(given.known_new, default=0)
             indptr = memory.take("qo_indptr", reqs + 1, torch.int32)
             torch.cumsum(new, 0, dtype=torch.int32, out=indptr[1:])
         full = lists.full(rows, prefix, total, memory)
