@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -245,14 +246,100 @@ def test_a_mask_may_be_filled_into_the_very_buffer_that_a_graph_reads() -> None:
         world.backend.init_forward_metadata_out_graph(batch)
 
 
-def test_more_write_slots_than_were_captured_are_refused() -> None:
-    world, requests = captured("sliding", "decode")
+@pytest.mark.parametrize("kind", ["mha", "sliding"])
+def test_more_write_slots_than_were_captured_are_refused(kind: str) -> None:
+    world, requests = captured(kind, "decode")
     batch = world.batch("decode", requests, [1] * 4)
     batch.out_cache_loc = torch.ones(5, dtype=torch.int64, device=DEVICE)
     with pytest.raises(
         ValueError, match="out_cache_loc: expected at most the 4 write slots of the captured step, got 5"
     ):
         world.backend.init_forward_metadata_out_graph(batch)
+
+
+REFUSED: dict[str, tuple[str, Any, str]] = {
+    "more write slots": (
+        "decode",
+        lambda b: {"out_cache_loc": torch.ones(13, dtype=torch.int64, device=DEVICE)},
+        "out_cache_loc: expected at most the 4 write slots",
+    ),
+    "a short list of lengths": ("decode", lambda b: {"seq_lens": b.seq_lens[:3]}, "batch_size: 4 requests, but seq_l"),
+    "a short list of rows": (
+        "decode",
+        lambda b: {"req_pool_indices": b.req_pool_indices[:3]},
+        "batch_size: 4 requests, but req_pool_indices has 3 entries",
+    ),
+    "more tokens than slots": ("decode", lambda b: {"seq_lens_sum": 10**6}, "kv_indices: the graph's buffer has"),
+    "more lists": (
+        "decode",
+        lambda b: {"spec_info": SimpleNamespace(kv_indptr=torch.zeros(6, device=DEVICE).int(), kv_indices=b.seq_lens)},
+        "spec_info.kv_indptr: 5 lists, the step was captured with 4",
+    ),
+    "lists of some": (
+        "decode",
+        lambda b: {"spec_info": SimpleNamespace(kv_indptr=torch.zeros(4, device=DEVICE).int(), kv_indices=b.seq_lens)},
+        "spec_info.kv_indptr: expected as many lists for each of 4 requests, got 3",
+    ),
+    "a short mask": (
+        "verify",
+        lambda b: {"spec_info": SimpleNamespace(draft_token_num=3, custom_mask=b.spec_info.custom_mask[:-1])},
+        "custom_mask: expected at least 219 bytes, .* got 218",
+    ),
+    "a mask of numbers": (
+        "verify",
+        lambda b: {"spec_info": SimpleNamespace(draft_token_num=3, custom_mask=b.spec_info.custom_mask.float())},
+        "custom_mask: expected",
+    ),
+    "positions of some": (
+        "verify",
+        lambda b: {"positions": b.positions[:11]},
+        "positions: expected one for each of 12 drafts, 4 requests x 3, got 11",
+    ),
+    "new tokens of some": (
+        "draft extend",
+        lambda b: {"extend_seq_lens": b.extend_seq_lens[:3]},
+        "batch_size: 4 requests, but extend_seq_lens has 3 entries",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_replay_leaves_the_step_before_it_as_it_was(case: str) -> None:
+    mode, change, words = REFUSED[case]
+    world, requests = captured("sliding", mode)
+    new = [1 if mode == "decode" else 3] * 4
+    given = {} if mode == "decode" else {"draft_token_num": 3}
+    batch = tree_batch(world, requests) if mode == "verify" else world.batch(mode, requests, new, **given)
+    world.backend.init_forward_metadata_out_graph(batch)
+    assert world.backend._graph is not None
+    buffers, metadata = world.backend._graph.buffers, world.backend.forward_metadata
+    before = {name: x.clone() for name, x in buffers.items()}
+    other = SimpleNamespace(**{**vars(batch), "req_pool_indices": batch.req_pool_indices.flip(0)})
+    other = SimpleNamespace(**{**vars(other), **change(batch)})
+    with pytest.raises((ValueError, TypeError), match=words):
+        world.backend.init_forward_metadata_out_graph(other)
+    assert world.backend.forward_metadata is metadata
+    assert [name for name, x in buffers.items() if not torch.equal(x, before[name])] == []
+    world.check(world.run(batch, sum(new)), requests, new, paths=paths(TREE) if mode == "verify" else None)
+
+
+def test_a_replay_that_fails_halfway_leaves_no_step_behind() -> None:
+    world, requests = captured("sliding", "decode")
+    batch = world.batch("decode", requests, [1] * 4)
+    world.backend.init_forward_metadata_out_graph(batch)
+    world.pool.place = world.pool.place[:1]  # the pool's own translation fails
+    with pytest.raises((IndexError, RuntimeError)):
+        world.backend.init_forward_metadata_out_graph(batch)
+    with pytest.raises(RuntimeError, match="no step was planned yet"):
+        world.run(batch, 4)
+
+
+def test_what_a_graph_has_baked_in_beside_addresses_may_not_change() -> None:
+    world, requests = captured("sliding", "decode")
+    backend = world.backend
+    backend.maker = replace(backend.maker, runner=replace(backend.runner, window=5))
+    with pytest.raises(RuntimeError, match=r"sliding.layout.sight.window: captured 7, got 6.* capture the step again"):
+        backend.init_forward_metadata_out_graph(world.batch("decode", requests, [1] * 4))
 
 
 def test_write_slots_of_padding_go_to_the_sink() -> None:
@@ -417,6 +504,32 @@ def test_lists_that_a_batch_brings_are_used_as_they_are(kind: str) -> None:
     world.check(world.run(batch, 4), requests, [1] * 4)
 
 
+@pytest.mark.parametrize("kind", ["mha", "sliding"])
+def test_lists_of_fewer_requests_than_were_captured_have_write_slots_for_all(kind: str) -> None:
+    world, requests = captured(kind, "decode")
+    for live in (requests, requests[:2], requests[3:], requests):
+        batch, count = with_lists(world, live), len(live)
+        world.backend.init_forward_metadata_out_graph(batch)
+        results = [(about, *(x[:count] for x in rest)) for about, *rest in world.run(padded(batch, 1), 4)]
+        world.check(results, live, [1] * count)
+        world.settle(results, live, [1] * count)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_lists_longer_than_the_slots_that_came_with_them_end_there(graph: bool) -> None:
+    """Behind them, a graph's buffer has slots of an earlier step."""
+    world, requests = captured("sliding", "decode") if graph else filled("sliding")
+    plan = world.backend.init_forward_metadata_out_graph if graph else world.backend.init_forward_metadata
+    plan(with_lists(world, requests))
+    batch = with_lists(world, requests)
+    batch.spec_info.kv_indices = batch.spec_info.kv_indices[:22].clone()
+    with nothing_waits(batch.seq_lens_cpu):
+        plan(batch)
+    metadata = world.backend.forward_metadata
+    assert metadata.kv_indptr.max() == 22
+    assert metadata.window_kv_indptr is not None and metadata.window_kv_indptr.tolist() == [0, 7, 8, 8, 8]
+
+
 def test_lists_of_one_id_space_do_not_serve_layers_of_two() -> None:
     world, requests = filled("unified")
     with pytest.raises(ValueError, match="spec_info.kv_indices: lists of one id space"):
@@ -486,6 +599,28 @@ def test_a_request_longer_than_the_table_is_refused() -> None:
         world.backend.init_forward_metadata(batch)
 
 
+@pytest.mark.parametrize("pad", [True, False])
+def test_a_mask_too_short_for_a_graph_is_refused(pad: bool) -> None:
+    """Rows of padding need no bytes."""
+    world, requests = captured("mha", "verify")
+    batch = tree_batch(world, requests[:3])
+    least = batch.spec_info.custom_mask.shape[0]
+    batch.spec_info.custom_mask = batch.spec_info.custom_mask[:-1]
+    with pytest.raises(ValueError, match=f"custom_mask: expected at least {least} bytes, .* got {least - 1}"):
+        world.backend.init_forward_metadata_out_graph(padded(batch, 3) if pad else batch)
+
+
+def test_bytes_that_a_mask_lacks_are_none_of_an_earlier_step() -> None:
+    world, requests = captured("mha", "verify")
+    batch, mask = tree_batch(world, requests), world.backend.verify_mask
+    assert mask is not None
+    mask.buffer.fill_(1)
+    batch.seq_lens_sum = batch.seq_lens_cpu = None  # nobody knows how many it should have
+    batch.spec_info.custom_mask = batch.spec_info.custom_mask[:10]
+    world.backend.init_forward_metadata_out_graph(batch)
+    assert torch.equal(mask.buffer[:10].bool(), batch.spec_info.custom_mask) and not mask.buffer[10:].any()
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_a_mask_too_short_is_refused(known: bool) -> None:
     world, requests = filled()
@@ -495,6 +630,23 @@ def test_a_mask_too_short_is_refused(known: bool) -> None:
     least = 3 * (sum(LENS) * known + 4 * 3)
     batch.spec_info.custom_mask = batch.spec_info.custom_mask[: least - 1]
     with pytest.raises(ValueError, match=f"custom_mask: expected at least {least} bytes, .* got {least - 1}"):
+        world.backend.init_forward_metadata(batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("extend_seq_lens", [3] * 4, r"extend_seq_lens: expected \[reqs\] int32 or int64, got list"),
+        ("extend_prefix_lens", torch.ones(4), r"extend_prefix_lens: expected \[reqs\] int32 or int64"),
+        ("out_cache_loc", torch.ones(12), r"out_cache_loc: expected \[tokens\] int32 or int64"),
+        ("out_cache_loc", torch.ones(12, 1, dtype=torch.int64), r"out_cache_loc: expected \[tokens\] int32 or int64"),
+    ],
+)
+def test_lists_of_another_kind_are_refused_by_name(name: str, value: Any, words: str) -> None:
+    world, requests = filled()
+    batch = world.batch("extend", requests, [3] * 4)
+    setattr(batch, name, value)
+    with pytest.raises((TypeError, ValueError), match=words):
         world.backend.init_forward_metadata(batch)
 
 
@@ -562,6 +714,33 @@ def test_a_capture_larger_than_its_memory_is_refused() -> None:
         world.backend.init_forward_metadata_out_graph(
             world.batch("verify", requests, [4] * 4, draft_token_num=4), in_capture=True
         )
+
+
+@pytest.mark.parametrize("in_capture", [True, False])
+@pytest.mark.parametrize("kind", ["mha", "sliding"])
+def test_a_deterministic_draft_extend_without_write_slots_is_refused(kind: str, in_capture: bool) -> None:
+    """Its lists name the new tokens by them."""
+    change = World().runner.server_args
+    change.enable_deterministic_inference = True
+    world, requests = captured(kind, "draft extend", changes={"server_args": change})
+    batch = world.batch("draft extend", requests, [3] * 4, draft_token_num=3)
+    batch.out_cache_loc = None
+    with pytest.raises(ValueError, match="out_cache_loc: expected where the new tokens go, got None"):
+        world.backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
+
+
+def test_a_deterministic_draft_extend_captured_with_few_write_slots_serves_more() -> None:
+    change = World().runner.server_args
+    change.enable_deterministic_inference = True
+    world, requests = filled(changes={"server_args": change})
+    world.backend.init_cuda_graph_state(4, 16)
+    first = padded(world.batch("draft extend", [], [], draft_token_num=3), 3)
+    first.out_cache_loc = first.out_cache_loc[:2]
+    world.backend.init_forward_metadata_out_graph(first, in_capture=True)
+    accepted = torch.tensor([3] * 4, dtype=torch.int32, device=DEVICE)
+    batch = world.batch("draft extend", requests, [3] * 4, draft_token_num=3, extend_seq_lens_tensor=accepted)
+    world.backend.init_forward_metadata_out_graph(batch)
+    world.check(world.run(batch, 12), requests, [3] * 4)
 
 
 def test_a_draft_extend_without_its_lengths_is_replayed_never() -> None:

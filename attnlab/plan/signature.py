@@ -20,7 +20,15 @@ def signature_of(plan: Any) -> Signature:
 
     Two plans with the same one can be served by one captured graph.
     """
-    return dict(_walk("", plan))
+    return {path: _in_words(x) if isinstance(x, Tensor) else x for path, x in _leaves("", plan)}
+
+
+def numbers_of(plan: Any) -> Signature:
+    """Return what is baked in of a plan beside its tensors: windows, counts, names. Reads no tensor.
+
+    Two plans in memory of their own have this in common where one may be copied to the other's.
+    """
+    return {path: x for path, x in _leaves("", plan) if not isinstance(x, Tensor)}
 
 
 def differences(captured: Signature, given: Signature) -> list[str]:
@@ -32,16 +40,18 @@ def differences(captured: Signature, given: Signature) -> list[str]:
     ]
 
 
-def _walk(path: str, x: Any) -> Iterator[tuple[str, object]]:
-    if isinstance(x, Tensor):
-        dtype = str(x.dtype).removeprefix("torch.")
-        yield path, f"{dtype} {list(x.shape)} by {list(x.stride())} at {x.data_ptr():#x} on {x.device}"
-    elif is_dataclass(x):
+def _in_words(x: Tensor) -> str:
+    dtype = str(x.dtype).removeprefix("torch.")
+    return f"{dtype} {list(x.shape)} by {list(x.stride())} at {x.data_ptr():#x} on {x.device}"
+
+
+def _leaves(path: str, x: Any) -> Iterator[tuple[str, object]]:
+    if is_dataclass(x):
         for field in fields(x):
             if field.name not in NOT_BAKED:
-                yield from _walk(f"{path}.{field.name}".lstrip("."), getattr(x, field.name))
+                yield from _leaves(f"{path}.{field.name}".lstrip("."), getattr(x, field.name))
     elif isinstance(x, Sequence) and not isinstance(x, str):
         for i, item in enumerate(x):
-            yield from _walk(f"{path}[{i}]", item)
+            yield from _leaves(f"{path}[{i}]", item)
     else:
         yield path, x

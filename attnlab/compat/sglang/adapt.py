@@ -188,18 +188,24 @@ class Given:
             lens=tensor("seq_lens", batch.seq_lens, shape=["reqs"], dtype=INTEGERS),
             total=_most(getattr(batch, "seq_lens_sum", None), None if known is None else sum(known)),
             known_lens=known,
-            prefix=getattr(batch, "extend_prefix_lens", None),
+            prefix=_integers("extend_prefix_lens", getattr(batch, "extend_prefix_lens", None), "reqs"),
             known_prefix=_on_host("extend_prefix_lens_cpu", getattr(batch, "extend_prefix_lens_cpu", None), reqs),
-            new=getattr(batch, "extend_seq_lens", None),
+            new=_integers("extend_seq_lens", getattr(batch, "extend_seq_lens", None), "reqs"),
             known_new=_on_host("extend_seq_lens_cpu", getattr(batch, "extend_seq_lens_cpu", None), reqs),
-            out_loc=getattr(batch, "out_cache_loc", None),
+            out_loc=_integers("out_cache_loc", getattr(batch, "out_cache_loc", None), "tokens"),
             positions=getattr(batch, "positions", None),
             encoder=getattr(batch, "encoder_lens", None) is not None,
             drafts=None if drafts is None or drafts < 1 else int(drafts),
-            draft_new=getattr(spec, "extend_seq_lens_tensor", None),
+            draft_new=_integers("extend_seq_lens_tensor", getattr(spec, "extend_seq_lens_tensor", None), "reqs"),
             mask=getattr(spec, "custom_mask", None),
-            lists=None if indptr is None or indices is None else (indptr, indices),
+            lists=None if indptr is None or indices is None else _lists(indptr, indices),
         )
+
+    @property
+    def own_lists(self) -> int:
+        """The lists of a step: those that a decode's batch brings, or one a request."""
+        has_lists = self.mode == "decode" and self.lists is not None
+        return self.lists[0].shape[0] - 1 if has_lists and self.lists is not None else self.reqs
 
     @property
     def prefix_total(self) -> int | None:
@@ -241,6 +247,18 @@ def _on_host(name: str, lens: Any, reqs: int) -> tuple[int, ...] | None:
     on_cpu = not isinstance(lens, Tensor) or lens.device.type == "cpu"
     require(on_cpu, f"{name}: expected lengths on the CPU, got {describe(lens)}")
     return tuple(int(n) for n in (lens.tolist() if isinstance(lens, Tensor) else lens)[:reqs])
+
+
+def _integers(name: str, x: Any, axis: str) -> Tensor | None:
+    """Return a list of integers, where there is one."""
+    return None if x is None else tensor(name, x, shape=[axis], dtype=INTEGERS)
+
+
+def _lists(indptr: Any, indices: Any) -> tuple[Tensor, Tensor]:
+    """Return lists that a batch brings."""
+    offsets = tensor("spec_info.kv_indptr", indptr, shape=["rows + 1"], dtype=INTEGERS)
+    require(offsets.shape[0] >= 1, "spec_info.kv_indptr: expected at least the entry 0, got none")
+    return offsets, tensor("spec_info.kv_indices", indices, shape=["slots"], dtype=INTEGERS)
 
 
 def check_known(name: str, lens: tuple[int, ...] | None, reqs: int) -> None:

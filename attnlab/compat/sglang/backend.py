@@ -32,7 +32,7 @@ from attnlab.compat.sglang.metadata import Draft, ForwardMetadata, Reads, Scratc
 from attnlab.compat.sglang.mods import modifier
 from attnlab.compat.sglang.records import KVWriteLoc
 from attnlab.compat.sglang.splitting import Splitting
-from attnlab.compat.sglang.steps import StepMaker
+from attnlab.compat.sglang.steps import SEQ_LEN_FILL, StepMaker
 from attnlab.engines import Engine, engine_for
 from attnlab.mask import CAUSAL
 from attnlab.memory.pool import KVView
@@ -41,8 +41,6 @@ from attnlab.plan.call import DecodeCall
 from attnlab.plan.extend_call import ExtendCall, Parts, VerifyCall
 from attnlab.plan.plans import ExtendLane, Lane
 from attnlab.spec import AttentionSpec
-
-SEQ_LEN_FILL = 1
 
 
 class TritonAttnBackend:
@@ -123,14 +121,27 @@ class TritonAttnBackend:
         """Plan a step that runs as it comes. Raises ValueError where the mode is none of this backend's."""
         given = Given.of(forward_batch)
         self._check_mode(given)
-        self._step = self.maker.make(given, self._fresh, reqs=given.reqs)
+        self.maker.check(given, self._fresh, reqs=given.own_lists)
+        self._step = self.maker.make(given, self._fresh, reqs=given.own_lists)
+
+    def check_draft_step(self, given: Given, branches: int, *, graph: bool, in_capture: bool = False) -> None:
+        """Raise where a step of so many branches cannot be planned; nothing is written."""
+        if graph:
+            self._graph_state().place(self.maker, given, branches=branches, in_capture=in_capture)
+        else:
+            self.maker.check(given, self._fresh, reqs=branches, is_draft=True)
 
     def init_draft_step(self, given: Given, draft: Draft, *, graph: bool, in_capture: bool = False) -> None:
         """Plan one step of multi-step drafting, whose lists were made together with those of the other steps."""
+        branches = draft.indptr.shape[0] - 1
         if graph:
-            self._step = self._graph_state().step(self.maker, given, draft=draft, in_capture=in_capture)
+            self._fill(given, draft, branches=branches, in_capture=in_capture)
         else:
-            self._step = self.maker.make(given, self._fresh, reqs=given.reqs, draft=draft)
+            self._step = self.maker.make(given, self._fresh, reqs=branches, draft=draft)
+
+    def drop_step(self) -> None:
+        """Forget the step that was planned last: the memory that it lies in is filled with another."""
+        self._step = None
 
     def get_num_kv_splits(self, num_kv_splits: Tensor, seq_lens: Tensor) -> None:
         """Fill `num_kv_splits` int32 `[tokens]` with how many splits each query token's list gets.
@@ -176,7 +187,7 @@ class TritonAttnBackend:
         """
         given = Given.of(forward_batch)
         self._check_mode(given)
-        self._step = self._graph_state().step(self.maker, given, draft=None, in_capture=in_capture)
+        self._fill(given, None, branches=None, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Do nothing: everything is filled outside of the graph."""
@@ -336,6 +347,13 @@ class TritonAttnBackend:
         if self._step is None:
             raise RuntimeError("forward_metadata: no step was planned yet; call init_forward_metadata(forward_batch)")
         return self._step
+
+    def _fill(self, given: Given, draft: Draft | None, *, branches: int | None, in_capture: bool) -> None:
+        """Plan a step in the memory of a graph. One that is refused leaves the step before it as it was."""
+        state = self._graph_state()
+        place = state.place(self.maker, given, branches=branches, in_capture=in_capture)
+        self.drop_step()  # what fails from here on has overwritten it
+        self._step = state.step(self.maker, given, place, draft=draft)
 
     def _graph_state(self) -> GraphBuffers:
         if self._graph is None:

@@ -15,6 +15,7 @@ from attnlab.compat.sglang.metadata import Draft, Scratch, Step
 from attnlab.compat.sglang.splitting import Splitting
 from attnlab.compat.sglang.steps import StepMaker
 from attnlab.graphs.memory import copy_plan
+from attnlab.plan.signature import differences, numbers_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,14 @@ class _Captured:
     reqs: int
     each: int
     masked: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a step goes: as which captured one, and how many lists that has."""
+
+    captured: _Captured
+    lists: int
 
 
 class GraphBuffers:
@@ -87,8 +96,8 @@ class GraphBuffers:
         )
         self._captured: dict[_Captured, Step] = {}
 
-    def step(self, maker: StepMaker, given: Given, *, draft: Draft | None, in_capture: bool) -> Step:
-        """Return the step of a batch, in memory that its graph has baked in."""
+    def place(self, maker: StepMaker, given: Given, *, branches: int | None, in_capture: bool) -> Place:
+        """Return where the step of a batch goes, or raise; nothing is written. `branches`: the lists of a draft."""
         require(not given.encoder, "encoder_lens: not served in a CUDA graph; run a batch with an encoder without one")
         require(
             given.mode != "extend",
@@ -105,10 +114,20 @@ class GraphBuffers:
             key = _Captured(mode=given.mode, reqs=given.reqs, each=each, masked=self._reads_mask(given))
         else:
             key = self._found(given, each)
-        made = maker.make(given, self.memory, reqs=key.reqs, draft=draft, masked=key.masked)
-        first = self._captured.setdefault(key, made)
+        first = self._captured.get(key)
+        mine = given.own_lists if branches is None else branches
+        lists = mine if first is None else first.metadata.kv_indptr.shape[0] - 1
+        maker.check(given, self.memory, reqs=lists, is_draft=branches is not None)
+        return Place(captured=key, lists=lists)
+
+    def step(self, maker: StepMaker, given: Given, place: Place, *, draft: Draft | None) -> Step:
+        """Return the step of a batch, in memory that its graph has baked in, and that is filled from now on."""
+        made = maker.make(given, self.memory, reqs=place.lists, draft=draft, masked=place.captured.masked)
+        first = self._captured.setdefault(place.captured, made)
         if first is made:
             return made
+        changed = differences(numbers_of(first.reads), numbers_of(made.reads))
+        require(not changed, f"graph: {changed[:1]} is baked in; capture the step again", RuntimeError)
         copy_plan(first.reads, made.reads)
         return replace(made, reads=first.reads)
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnlab.checks import require, tensor
 from attnlab.compat.sglang.adapt import Runner, Translate
-from attnlab.compat.sglang.arguments import INTEGERS, kv_index
+from attnlab.compat.sglang.arguments import kv_index
 from attnlab.compat.sglang.indices import create_flashinfer_kv_indices_triton, update_sliding_window_buffer
 from attnlab.compat.sglang.memory import Memory
 from attnlab.engines import Engine
@@ -81,14 +80,17 @@ class ListMaker:
         start.copy_(lens - lens.clamp(max=width))
         return Lists(indptr=indptr, slots=slots, start=start, window=self.runner.window + 1)
 
-    def given(self, indptr: Tensor, slots: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
-        """Return lists as a batch brings them; for a graph in its own buffers, as theirs are the caller's."""
-        tensor("spec_info.kv_indptr", indptr, shape=["rows + 1"], dtype=INTEGERS)
-        tensor("spec_info.kv_indices", slots, shape=["slots"], dtype=INTEGERS)
+    def given(self, indptr: Tensor, slots: Tensor, rows: int, memory: Memory) -> tuple[Tensor, Tensor]:
+        """Return lists as a batch brings them, held to the slots that came with them.
+
+        For a graph they are in its own buffers, as theirs are the caller's, with empty ones up to `rows`.
+        """
+        ends = indptr.clamp(min=0, max=slots.shape[0])
         if not memory.fixed:
-            return indptr, slots
-        offsets = memory.take("kv_indptr", indptr.shape[0], torch.int32)
-        offsets.copy_(indptr)
+            return ends, slots
+        offsets, live = memory.take("kv_indptr", rows + 1, torch.int32), ends.shape[0]
+        offsets[:live] = ends
+        offsets[live:] = ends[-1:]
         own = memory.slots("kv_indices", slots.shape[0])
         own[: slots.shape[0]].copy_(slots)
         return offsets, own
@@ -131,12 +133,7 @@ class ListMaker:
             if loc is None:  # a graph must not find an earlier step's slots
                 found.append(memory.take(name, tokens, torch.int64))
                 continue
-            count = max(tokens, loc.shape[0]) if not memory.fixed else tokens
-            require(
-                loc.shape[0] <= count,
-                f"out_cache_loc: expected at most the {count} write slots of the captured step, got {loc.shape[0]}",
-            )
-            there = memory.take(name, count, torch.int64)
+            there = memory.take(name, max(tokens, loc.shape[0]), torch.int64)
             there[: loc.shape[0]] = way(loc)
             found.append(there)
         return found[0], found[1]
@@ -156,5 +153,4 @@ def translate(slots: Tensor, live: Tensor, way: Translate | None) -> None:
 
 def padded(x: Tensor, reqs: int, to: int) -> Tensor:
     """Return the first `reqs` entries, with zeros up to `to`."""
-    require(x.shape[0] >= reqs, f"batch_size: {reqs} requests, but a list of the batch has {x.shape[0]} entries")
     return torch.nn.functional.pad(x[:reqs], (0, to - reqs))

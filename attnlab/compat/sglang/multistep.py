@@ -12,7 +12,10 @@ from torch import Tensor
 from attnlab.checks import positive, require
 from attnlab.compat.sglang.adapt import Given
 from attnlab.compat.sglang.backend import TritonAttnBackend
-from attnlab.compat.sglang.drafts import draft_kv_indices_buffer_width, generate_draft_decode_kv_indices
+from attnlab.compat.sglang.drafts import (
+    draft_kv_indices_buffer_width,
+    generate_draft_decode_kv_indices,
+)
 from attnlab.compat.sglang.lists import padded
 from attnlab.compat.sglang.metadata import Draft
 from attnlab.plan.draft import draft_room
@@ -147,6 +150,11 @@ class TritonMultiStepDraftBackend:
             f"batch_size: {seqs} requests x {topk} branches, the buffers have room for {indptr.shape[1] - 1} branches",
         )
         self._check_columns(given)
+        locations = self._write_slots(given, branches)
+        for backend in self.attn_backends:
+            backend.check_draft_step(given, branches, graph=graph, in_capture=in_capture)
+        for backend in self.attn_backends if graph else ():
+            backend.drop_step()  # what fails from here on has overwritten it
         lens = given.lens[:seqs]
         if seqs:
             generate_draft_decode_kv_indices[(steps, seqs, topk)](
@@ -166,7 +174,6 @@ class TritonMultiStepDraftBackend:
                 engine=self.attn_backends[0].engine,
             )
             self.attn_backends[0].get_num_kv_splits(counts[:branches], lens)
-        locations = self._write_slots(given, branches)
         for i, backend in enumerate(self.attn_backends):
             draft = Draft(
                 indptr=indptr[i, : branches + 1],

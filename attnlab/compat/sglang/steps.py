@@ -23,6 +23,9 @@ from attnlab.plan.index import KVIndex
 from attnlab.plan.layout import KVLayout, positions_behind
 from attnlab.plan.plans import ExtendLane, Lane, Queries
 
+SEQ_LEN_FILL = 1
+"""The length that a server gives padded rows, the original's."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepMaker:
@@ -42,12 +45,11 @@ class StepMaker:
     def make(
         self, given: Given, memory: Memory, *, reqs: int, draft: Draft | None = None, masked: bool = False
     ) -> Step:
-        """Return the step of a batch, with rows of length 0 up to `reqs`.
+        """Return the step of a batch that was checked, with lists of length 0 up to `reqs`.
 
         `draft`: one step of several whose lists were made at once. `masked`: a verify reads a mask, a causal one where
         the batch brings none.
         """
-        self._check_columns(given)
         match given.mode:
             case "decode":
                 return self._decode(given, memory, reqs, draft)
@@ -55,6 +57,31 @@ class StepMaker:
                 return self._verify(given, memory, reqs, masked)
             case _:
                 return self._extend(given, memory, reqs)
+
+    def check(self, given: Given, memory: Memory, *, reqs: int, is_draft: bool = False) -> None:
+        """Raise for all that `make` cannot serve, by name; nothing is written.
+
+        What memory a graph reads holds the step before until then. `is_draft`: lists and write slots are made, and
+        checked, by who plans several steps at once.
+        """
+        self._check_columns(given)
+        _check_count("req_pool_indices", given.rows, given.reqs)
+        _check_count("seq_lens", given.lens, given.reqs)
+        if is_draft:
+            return
+        tokens = reqs
+        match given.mode:
+            case "decode":
+                self._check_lists(given, reqs)
+            case "verify":
+                each = self.each(given)
+                tokens = reqs * each
+                self._check_mask(given, memory, each)
+                self._check_positions(given, each)
+            case _:
+                tokens = self._check_extend(given, memory, reqs)
+        if memory.fixed:
+            self._check_room(given, memory, reqs, tokens)
 
     def _check_columns(self, given: Given) -> None:
         """Raise ValueError where the host knows of a request that is longer than the table is wide."""
@@ -72,11 +99,89 @@ class StepMaker:
             )
         return positive("draft_token_num", each)
 
+    def _check_lists(self, given: Given, reqs: int) -> None:
+        """Raise ValueError where lists that a batch brings cannot be read, or are more than were captured."""
+        if given.lists is None:
+            return
+        require(
+            not self.runner.window or self.runner.physical is None,
+            "spec_info.kv_indices: lists of one id space, but layers with a window are read in another one than "
+            "those without; draft with TritonMultiStepDraftBackend, which has lists for both",
+        )
+        count = given.own_lists
+        require(count <= reqs, f"spec_info.kv_indptr: {count} lists, the step was captured with {reqs}")
+        require(
+            count % max(given.reqs, 1) == 0 and (count > 0) == (given.reqs > 0),
+            f"spec_info.kv_indptr: expected as many lists for each of {given.reqs} requests, got {count}",
+        )
+
+    def _check_mask(self, given: Given, memory: Memory, each: int) -> None:
+        """Raise ValueError where a mask has fewer bytes than its requests are known to need."""
+        if given.mask is None:
+            return
+        shape, dtype = ["pairs"], (torch.uint8, torch.bool)
+        bits = tensor("custom_mask", given.mask, shape=shape, dtype=dtype, device=given.lens.device)
+        least = _least_bits(given, each, is_padded=memory.fixed)
+        require(
+            bits.shape[0] >= least,
+            f"custom_mask: expected at least {least:,} bytes, drafts x (cached + drafts) of each request, got "
+            f"{bits.shape[0]:,}",
+        )
+        if memory.fixed:
+            buffer = memory.slots("custom_mask", bits.shape[0])
+            require(
+                not _shares(bits, buffer) or bits.data_ptr() == buffer.data_ptr(),
+                "custom_mask: lies in verify_mask.buffer, but not at its beginning; fill it from the front",
+            )
+
+    def _check_positions(self, given: Given, each: int) -> None:
+        """Raise where positions are none, or not those of every draft."""
+        if given.positions is not None:
+            known, drafts = tensor("positions", given.positions, shape=["tokens"], dtype=INTEGERS), given.reqs * each
+            require(
+                known.shape[0] >= drafts,
+                f"positions: expected one for each of {drafts} drafts, {given.reqs} requests x {each}, got "
+                f"{known.shape[0]}",
+            )
+
+    def _check_extend(self, given: Given, memory: Memory, reqs: int) -> int:
+        """Return the query tokens of an extend; raise where lengths are missing, or write slots that lists name."""
+        if given.out_loc is None and (self.runner.deterministic or not memory.fixed):
+            raise ValueError("out_cache_loc: expected where the new tokens go, got None")
+        if memory.fixed:
+            known = given.new if given.draft_new is None else given.draft_new
+            if known is not None:
+                _check_count("extend_seq_lens", known, given.reqs)
+            return reqs * self.each(given)
+        for name, lens in zip(("extend_prefix_lens", "extend_seq_lens"), _cached_and_new(given), strict=True):
+            _check_count(name, lens, given.reqs)
+        check_known("extend_prefix_lens_cpu", given.known_prefix, given.reqs)
+        check_known("extend_seq_lens_cpu", given.known_new, given.reqs)
+        return _tokens(given)
+
+    def _check_room(self, given: Given, memory: Memory, reqs: int, tokens: int) -> None:
+        """Raise ValueError where a graph's memory is too small for a step."""
+        loc, columns = given.out_loc, self.runner.table.shape[1]
+        require(
+            loc is None or loc.shape[0] <= tokens,
+            f"out_cache_loc: expected at most the {tokens} write slots of the captured step, got "
+            f"{0 if loc is None else loc.shape[0]}",
+        )
+        total = reqs * columns if given.total is None or given.mode == "draft extend" else given.total
+        if given.lists is not None and given.mode == "decode":
+            total = given.lists[1].shape[0]
+        wanted = {"kv_indptr": reqs + 1, "kv_indices": total, "num_kv_splits": tokens, "out_cache_loc": tokens}
+        if given.mode != "decode":
+            wanted |= {"qo_indptr": reqs + 1}
+        if self.runner.window:
+            wanted |= {"window_kv_indices": reqs * min(self.runner.window + (given.mode == "decode"), columns)}
+        for name, count in wanted.items():
+            memory.slots(name, count)
+
     # --- modes ----------------------------------------------------------------------------------------------------
 
     def _decode(self, given: Given, memory: Memory, reqs: int, draft: Draft | None) -> Step:
         width, lists = self.runner.window + 1, self.lists
-        rows, lens = padded(given.rows, given.reqs, reqs), padded(given.lens, given.reqs, reqs)
         counts = out_loc = None
         if draft is not None:
             window = lists.tails(draft.indptr, draft.indices, width, memory)
@@ -84,24 +189,19 @@ class StepMaker:
             full = Lists(indptr=draft.indptr, slots=draft.indices, start=torch.zeros_like(draft.indptr[1:]))
             counts = draft.counts
         elif given.lists is not None:  # as they are
-            require(
-                not self.runner.window or self.runner.physical is None,
-                "spec_info.kv_indices: lists of one id space, but layers with a window are read in another one than "
-                "those without; draft with TritonMultiStepDraftBackend, which has lists for both",
-            )
-            indptr, indices = lists.given(*given.lists, memory)
+            indptr, indices = lists.given(*given.lists, reqs, memory)
             window = lists.tails(indptr, indices, width, memory)
             full = Lists(indptr=indptr, slots=indices, start=torch.zeros_like(indptr[1:]).int())
         else:
+            rows, lens = padded(given.rows, given.reqs, reqs), padded(given.lens, given.reqs, reqs)
             full = lists.full(rows, lens, given.total, memory)
             window = lists.window(rows, lens, width, memory)
-        branches = full.indptr.shape[0] - 1
         if counts is None:
-            counts = memory.take("num_kv_splits", branches, torch.int32)
-            self.splitting.fill(counts, lens if given.lists is None else given.lens[: given.reqs])
+            counts = memory.take("num_kv_splits", reqs, torch.int32)
+            self.splitting.fill(counts[: given.own_lists], given.lens[: given.reqs])
         loc = given.out_loc
         if draft is not None:
-            loc = out_loc = None if draft.out_loc is None else memory.take("out_cache_loc", branches, torch.int64)
+            loc = out_loc = None if draft.out_loc is None else memory.take("out_cache_loc", reqs, torch.int64)
             if out_loc is not None and draft.out_loc is not None:
                 out_loc.copy_(draft.out_loc)
         return self._step(
@@ -110,8 +210,8 @@ class StepMaker:
             full=full,
             window=window,
             counts=counts,
-            tokens=branches,
-            locations=lists.locations(loc, branches, memory),
+            tokens=reqs,
+            locations=lists.locations(loc, reqs, memory),
             out_loc=out_loc,
         )
 
@@ -155,14 +255,7 @@ class StepMaker:
             prefix, total, tokens = (lens - new).clamp(min=0), None, reqs * each
             indptr = uniform(memory, reqs, each)
         else:
-            if given.prefix is None or given.new is None:
-                raise ValueError(
-                    "extend_prefix_lens, extend_seq_lens: expected the cached and the new tokens of each request, got "
-                    "None"
-                )
-            check_known("extend_prefix_lens_cpu", given.known_prefix, given.reqs)
-            check_known("extend_seq_lens_cpu", given.known_new, given.reqs)
-            prefix, new = padded(given.prefix, given.reqs, reqs), padded(given.new, given.reqs, reqs)
+            prefix, new = (padded(lens, given.reqs, reqs) for lens in _cached_and_new(given))
             total, tokens = given.prefix_total, _tokens(given)
             each = tokens if given.known_new is None else max(given.known_new, default=0)
             indptr = memory.take("qo_indptr", reqs + 1, torch.int32)
@@ -210,6 +303,8 @@ class StepMaker:
         one_pass = self.runner.deterministic and queries is not None and given.mode != "verify"
         swa_loc, physical = locations
         loc = given.out_loc if physical is None else physical
+        if one_pass and memory.fixed and loc is not None:  # lists of the captured step's lengths, whatever came
+            loc = padded(loc, loc.shape[0], tokens)
         window_loc = loc if swa_loc is None else swa_loc
         reads = Reads(
             full=self._lane(full, counts, queries, loc if one_pass else None),
@@ -281,32 +376,20 @@ class StepMaker:
             buffer = memory.slots("custom_mask", prefix.shape[0] * each * each)
             self.engine.ops.write_causal(buffer, offsets, new, prefix.int() + new, most=each)
             return buffer
-        tensor("custom_mask", given.mask, shape=["pairs"], dtype=(torch.uint8, torch.bool), device=prefix.device)
         bits = given.mask.contiguous().view(torch.uint8)
         if not memory.fixed:
-            # Of lengths that the device alone knows, there are at least the drafts among themselves.
-            least = each * ((given.total or 0) + given.reqs * each)
-            require(
-                bits.shape[0] >= least,
-                f"custom_mask: expected at least {least:,} bytes, drafts x (cached + drafts) of each request, got "
-                f"{bits.shape[0]:,}",
-            )
             return bits
         buffer, live = memory.slots("custom_mask", bits.shape[0]), bits.shape[0]
-        if bits.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
+        if not _shares(bits, buffer):  # else they were filled in place
             buffer[:live].copy_(bits)
-        else:
-            at_front = bits.data_ptr() == buffer.data_ptr()
-            require(
-                at_front, "custom_mask: lies in verify_mask.buffer, but not at its beginning; fill it from the front"
-            )
+            buffer[live:].zero_()  # what an earlier step left there
         return buffer
 
     def _positions(self, given: Given, memory: Memory, prefix: Tensor, indptr: Tensor, tokens: int) -> Tensor:
         """Return where drafts stand: where the batch says, as in a tree siblings share a position; else in a row."""
         behind = positions_behind(prefix.int(), indptr, tokens=tokens)
         if given.positions is not None:
-            known = tensor("positions", given.positions, shape=["tokens"], dtype=INTEGERS)[:tokens]
+            known = given.positions[:tokens]
             behind[: known.shape[0]] = known.int()
         return behind
 
@@ -316,6 +399,37 @@ def uniform(memory: Memory, reqs: int, each: int) -> Tensor:
     indptr = memory.take("qo_indptr", reqs + 1, torch.int32)
     indptr.copy_(torch.arange(0, (reqs + 1) * each, each, dtype=torch.int32, device=indptr.device))
     return indptr
+
+
+def _check_count(name: str, x: Tensor, reqs: int) -> None:
+    require(x.shape[0] >= reqs, f"batch_size: {reqs} requests, but {name} has {x.shape[0]} entries")
+
+
+def _cached_and_new(given: Given) -> tuple[Tensor, Tensor]:
+    """Return how many tokens of each request are cached, and how many are new."""
+    if given.prefix is None or given.new is None:
+        raise ValueError(
+            "extend_prefix_lens, extend_seq_lens: expected the cached and the new tokens of each request, got None"
+        )
+    return given.prefix, given.new
+
+
+def _least_bits(given: Given, each: int, *, is_padded: bool) -> int:
+    """Return how many bytes a mask has at least, by what the host was told of the lengths.
+
+    Requests may be padded, with the fill value as their length, and then need not have any.
+    """
+    if given.known_lens is None:
+        live = 0 if is_padded else given.reqs * each
+        return each * max(0, (given.total or 0) - given.reqs * SEQ_LEN_FILL * is_padded + live)
+    lens = list(given.known_lens)
+    while is_padded and lens and lens[-1] <= SEQ_LEN_FILL:
+        lens.pop()
+    return each * sum(cached + each for cached in lens)
+
+
+def _shares(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _tokens(given: Given) -> int:
