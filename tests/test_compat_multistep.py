@@ -12,7 +12,7 @@ from torch import Tensor
 from attnlab.compat.sglang import TritonMultiStepDraftBackend
 from attnlab.eager import oracle
 from attnlab.plan.draft import branch_stride, draft_room
-from tests.foreign import DEVICE, ENGINE, HEADS, World
+from tests.foreign import CONTEXT, DEVICE, ENGINE, HEADS, World
 from tests.tolerances import OUTPUT
 
 KINDS = ["mha", "mla", "sliding", "unified"]
@@ -21,8 +21,11 @@ KINDS = ["mha", "mla", "sliding", "unified"]
 class Drafting:
     """Requests of a world that branch, the backend over them, and what each branch has drafted so far."""
 
-    def __init__(self, kind: str, *, topk: int, steps: int, page_size: int = 1, **options: Any) -> None:
+    def __init__(
+        self, kind: str, *, topk: int, steps: int, page_size: int = 1, context_len: int = CONTEXT, **options: Any
+    ) -> None:
         self.world = World(kind, changes={"page_size": page_size})
+        self.world.runner.model_config.context_len = context_len
         self.topk, self.steps, self.page_size = topk, steps, page_size
         self.backend = TritonMultiStepDraftBackend(
             self.world.runner, topk, steps, engine=ENGINE, device_core_count=132, **options
@@ -198,6 +201,54 @@ def test_a_shorter_request_whose_drafts_end_further_out_is_refused(lens: list[in
     batch.seq_lens = torch.tensor(lens, device=DEVICE)
     with pytest.raises(ValueError, match="seq_lens: a request of 43 tokens, whose drafts end at column 70"):
         drafting.backend.init_forward_metadata(batch)
+
+
+def test_drafts_behind_the_longest_context_are_kept_in_a_graph() -> None:
+    """The table has columns for them; so must the buffers have slots."""
+    drafting = Drafting("mha", topk=2, steps=4, context_len=32)
+    requests = [drafting.world.request(31)]
+    batch = drafting.batch(requests)
+    drafting.backend.init_cuda_graph_state(1, 2)
+    for in_capture in (True, False):
+        drafting.backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
+    drafting.check(requests, batch)
+
+
+def test_more_than_the_buffers_hold_is_refused() -> None:
+    drafting = Drafting("mha", topk=2, steps=3)
+    batch = drafting.batch([drafting.world.request(n) for n in (20, 1)])
+    drafting.backend.init_cuda_graph_state(1, 16)
+    with pytest.raises(ValueError, match="batch_size: 2 requests, init_cuda_graph_state was given max_bs 1"):
+        drafting.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    batch.batch_size, batch.seq_lens_cpu, batch.seq_lens_sum = 1, None, 100
+    with pytest.raises(ValueError, match="seq_lens: 100 tokens x 2 branches .* take 204 slots a step, .* have 128"):
+        drafting.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "fewer write slots": (
+        {"out_cache_loc": torch.ones(17, dtype=torch.int64, device=DEVICE)},
+        "out_cache_loc: expected 18 write slots",
+    ),
+    "too long": ({"seq_lens_cpu": torch.tensor([20, 1, 62])}, "seq_lens: a request of 62 tokens, whose drafts end at"),
+    "an encoder": ({"encoder_lens": torch.ones(3, device=DEVICE)}, "encoder_lens: not served in a CUDA graph"),
+    "rows of some": ({"req_pool_indices": torch.zeros(2, dtype=torch.int64, device=DEVICE)}, "batch_size: 3 requests"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_replay_leaves_the_drafts_before_it_as_they_were(case: str) -> None:
+    change, words = REFUSED[case]
+    drafting = Drafting("sliding", topk=2, steps=3)
+    requests = [drafting.world.request(n) for n in (20, 1, 7)]
+    backend = drafting.backend
+    backend.init_cuda_graph_state(3, 6)
+    batch = drafting.batch(requests)
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    other = SimpleNamespace(**{**vars(batch), "req_pool_indices": batch.req_pool_indices.flip(0), **change})
+    with pytest.raises(ValueError, match=words):
+        backend.init_forward_metadata_out_graph(other)
+    drafting.check(requests, batch)
 
 
 def test_an_unknown_option_is_refused_even_where_no_step_needs_a_backend() -> None:

@@ -14,6 +14,7 @@ from attnlab.compat.sglang.adapt import Given
 from attnlab.compat.sglang.backend import TritonAttnBackend
 from attnlab.compat.sglang.drafts import (
     draft_kv_indices_buffer_width,
+    draft_kv_indices_used_len,
     generate_draft_decode_kv_indices,
 )
 from attnlab.compat.sglang.lists import padded
@@ -37,7 +38,6 @@ class TritonMultiStepDraftBackend:
         self.speculative_num_steps = positive("speculative_num_steps", speculative_num_steps)
         pool = model_runner.req_to_token_pool
         self.req_to_token, self.page_size = pool.req_to_token, positive("page_size", model_runner.page_size)
-        self.max_context_len = model_runner.model_config.context_len
         rows = positive("req_to_token_pool.size", pool.size) * topk
         self.kv_indptr = torch.zeros(
             speculative_num_steps, rows + 1, dtype=torch.int32, device=self.req_to_token.device
@@ -48,6 +48,7 @@ class TritonMultiStepDraftBackend:
             for i in range(speculative_num_steps - 1)
         ]
         self._graph: tuple[Tensor, Tensor] | None = None
+        self._max_reqs = 0
         self._captured: dict[int, bool] = {}  # by requests: whether the batch brought write slots
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -55,7 +56,7 @@ class TritonMultiStepDraftBackend:
         if self.attn_backends:
             given, device = self._given(forward_batch), self.req_to_token.device
             branches = given.reqs * self.topk
-            total = given.reqs * self.max_context_len if given.total is None else given.total
+            total = given.reqs * self.req_to_token.shape[1] if given.total is None else given.total
             width = total * self.topk + branches * self.speculative_num_steps
             slots = torch.zeros(self.speculative_num_steps, width, dtype=torch.int64, device=device)
             indptr = torch.zeros_like(self.kv_indptr[:, : branches + 1])
@@ -80,8 +81,10 @@ class TritonMultiStepDraftBackend:
             "init_cuda_graph_state: graphs have baked the buffers in that were made before; build a new backend",
             RuntimeError,
         )
-        width = draft_kv_indices_buffer_width(max_bs, self.topk, self.max_context_len)
+        # Drafts may lie behind the longest context, so that the table's columns say how long a list gets.
+        width = draft_kv_indices_buffer_width(max_bs, self.topk, self.req_to_token.shape[1])
         slots = torch.zeros(steps, width, dtype=torch.int64, device=device)
+        self._max_reqs = max_bs
         counts = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
         self._graph = slots, counts
         for backend, row in zip(self.attn_backends, slots, strict=False):
@@ -97,6 +100,10 @@ class TritonMultiStepDraftBackend:
             raise RuntimeError("graph: there are no buffers yet; call init_cuda_graph_state(max_bs, max_num_tokens)")
         slots, counts = self._graph
         given = self._given(forward_batch)
+        require(
+            not in_capture or given.reqs <= self._max_reqs,
+            f"batch_size: {given.reqs} requests, init_cuda_graph_state was given max_bs {self._max_reqs}",
+        )
         if not in_capture:
             given = self._padded(given)
         self._plan(given, slots, self.kv_indptr, counts, graph=True, in_capture=in_capture)
@@ -150,6 +157,13 @@ class TritonMultiStepDraftBackend:
             f"batch_size: {seqs} requests x {topk} branches, the buffers have room for {indptr.shape[1] - 1} branches",
         )
         self._check_columns(given)
+        if given.total is not None:
+            used = draft_kv_indices_used_len(given.total, topk, branches, steps - 1)
+            require(
+                used <= slots.shape[1],
+                f"seq_lens: {given.total:,} tokens x {topk} branches and their drafts take {used:,} slots a step, the "
+                f"buffers have {slots.shape[1]:,}; call init_cuda_graph_state with a larger max_bs",
+            )
         locations = self._write_slots(given, branches)
         for backend in self.attn_backends:
             backend.check_draft_step(given, branches, graph=graph, in_capture=in_capture)
