@@ -11,7 +11,7 @@ import torch
 
 from attnlab.graphs.memory import tensors_of
 from attnlab.mask import ancestors
-from tests.foreign import DEVICE, World
+from tests.foreign import DEVICE, DIM, KV_HEADS, SLOTS, World, layer
 from tests.syncs import nothing_waits
 
 KINDS = ["mha", "mla", "sliding", "unified", "unified mla"]
@@ -659,6 +659,41 @@ def test_positions_may_lie_in_a_longer_buffer_but_in_one_row() -> None:
     batch.positions = batch.positions[None]
     with pytest.raises(ValueError, match=r"positions: expected \[tokens\]"):
         world.backend.init_forward_metadata(batch)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"v_head_dim": 8}, "layer 0: v_head_dim 8, the model runner says 16, for which scratch was made"),
+        ({"v_head_dim": 32}, "layer 0: v_head_dim 32, the model runner says 16, for which scratch was made"),
+        ({"tp_q_head_num": 8}, "layer 0: tp_q_head_num 8, the model runner says at most 4"),
+        ({"xai_temperature_len": 1}, "layer 0: xai_temperature_len: expected more than 1 or -1, got 1"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["decode", "verify"])
+def test_a_layer_that_the_runner_has_no_scratch_for_is_refused_before_it_is_stored(
+    mode: str, change: dict[str, int], words: str
+) -> None:
+    world, requests = filled()
+    about = layer(0, **change)
+    world.pool.v[0] = torch.zeros(SLOTS, KV_HEADS, about.v_head_dim, device=DEVICE)
+    new = [1 if mode == "decode" else 3] * 4
+    batch = world.batch(mode, requests, new, **({} if mode == "decode" else {"draft_token_num": 3}))
+    world.backend.init_forward_metadata(batch)
+    q = world.drawn(sum(new), about.tp_q_head_num, DIM)
+    k, v = world.drawn(sum(new), KV_HEADS, DIM), world.drawn(sum(new), KV_HEADS, about.v_head_dim)
+    world.pool.given.clear()
+    with pytest.raises(ValueError, match=words):
+        world.backend.forward(q, k, v, about, batch)
+    assert not world.pool.given
+
+
+def test_queries_that_are_none_are_refused_by_name() -> None:
+    world, requests = filled()
+    batch = world.batch("decode", requests, [1] * 4)
+    world.backend.init_forward_metadata(batch)
+    with pytest.raises(TypeError, match=r"q: expected \[tokens, 64\], got NoneType"):
+        world.backend.forward(None, None, None, world.layers[0], batch)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bad", ["q", "k", "v", "v width", "out", "sinks"])

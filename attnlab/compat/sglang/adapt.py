@@ -291,11 +291,11 @@ def scales_of(layer: Any) -> tuple[float, float]:
     return float(layer.k_scale_float), float(layer.v_scale_float)
 
 
-def attention_of(layer: Any, *, bidirectional: bool, has_sinks: bool, mod: ScoreMod | None) -> AttentionSpec:
+def spec_of_layer(layer: Any, *, bidirectional: bool, has_sinks: bool, mod: ScoreMod | None) -> AttentionSpec:
     """Return a layer's attention. Its window's number is a radius: visible keys minus one.
 
     `bidirectional`: whether decoder layers that ask for it may see tokens behind them. Raises ValueError where the soft
-    cap is of another method than tanh.
+    cap is of another method than tanh, or the temperature's length is 1.
     """
     one_of("logit_capping_method", getattr(layer, "logit_capping_method", None) or "tanh", ("tanh",))
     kind = str(getattr(layer.attn_type, "value", layer.attn_type)).lower()
@@ -303,6 +303,10 @@ def attention_of(layer: Any, *, bidirectional: bool, has_sinks: bool, mod: Score
     causal = not cross and kind != "encoder_only" and not (kind == "decoder_bidirectional" and bidirectional)
     radius, cap = radius_of(layer), getattr(layer, "logit_cap", 0.0) or 0.0
     temperature = getattr(layer, "xai_temperature_len", -1)
+    require(
+        temperature != 1,
+        f"layer {layer.layer_id}: xai_temperature_len: expected more than 1 or -1, got 1, whose logarithm is 0",
+    )
     return AttentionSpec(
         heads=layer.tp_q_head_num,
         kv_heads=layer.tp_k_head_num,

@@ -16,12 +16,12 @@ from attnlab.checks import describe, one_of, positive, require, tensor
 from attnlab.compat.sglang.adapt import (
     Given,
     Runner,
-    attention_of,
     is_sliding,
     mode_of,
     output_of,
     radius_of,
     scales_of,
+    spec_of_layer,
     write_mask_of,
 )
 from attnlab.compat.sglang.arguments import kv_view
@@ -254,7 +254,7 @@ class TritonAttnBackend:
             spec=spec,
             view=view,
             lane=lane,
-            partials=self._scratch(step, layer).partials(lane, rows=spec.group),
+            partials=self._scratch(step, layer).partials(lane, spec, queries=1, layer=layer.layer_id),
             q=q,
             out=out,
             sinks=sinks,
@@ -319,8 +319,8 @@ class TritonAttnBackend:
         }
         call: VerifyCall | ExtendCall
         if isinstance(lane, Lane) and not cross:
-            rows = spec.group * queries.most
-            partials = self._scratch(step, layer).partials(lane, rows=rows)
+            scratch = self._scratch(step, layer)
+            partials = scratch.partials(lane, spec, queries=queries.most, layer=layer.layer_id)
             call = VerifyCall(**common, partials=partials, k=keys, v=values)
         else:
             # In one pass the new tokens are read from the pool: from where they are stored here, or were by the caller.
@@ -370,7 +370,7 @@ class TritonAttnBackend:
         self, layer: Any, q: Tensor, sinks: Tensor | None, score_mod: Any, aux_tensors: Any
     ) -> tuple[AttentionSpec, Tensor | None]:
         mod, aux = modifier(score_mod, aux_tensors, q=q, engine=self.engine)
-        spec = attention_of(layer, bidirectional=self.bidirectional, has_sinks=sinks is not None, mod=mod)
+        spec = spec_of_layer(layer, bidirectional=self.bidirectional, has_sinks=sinks is not None, mod=mod)
         return spec, aux
 
     def _view(self, layer: Any) -> KVView:
@@ -443,7 +443,8 @@ class TritonAttnBackend:
 
 def _heads(name: str, x: Tensor, heads: int, dim: int) -> Tensor:
     """Return `[tokens, heads, dim]` of a tensor that has heads and dimension in one axis, or in two."""
-    tensor(name, x, shape=["tokens", heads, dim] if x.dim() == 3 else ["tokens", heads * dim])
+    has_both = isinstance(x, Tensor) and x.dim() == 3
+    tensor(name, x, shape=["tokens", heads, dim] if has_both else ["tokens", heads * dim])
     return x if x.dim() == 3 else x.view(x.shape[0], heads, dim)
 
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnlab.checks import require
 from attnlab.plan.plans import ExtendLane, Lane, Queries
 from attnlab.plan.workspace import Partials
+from attnlab.spec import AttentionSpec
 
 
 @dataclass(slots=True, eq=False)
@@ -83,9 +85,22 @@ class Scratch:
             sums=torch.empty(shape, dtype=torch.float32, device=device),
         )
 
-    def partials(self, lane: Lane, *, rows: int) -> Partials:
-        """Return the states of a lane's partials, of `rows` (query token, head of a group) pairs each."""
-        count, v_dim = lane.schedule.partials, self.logits.shape[-1]
+    def partials(self, lane: Lane, spec: AttentionSpec, *, queries: int, layer: int) -> Partials:
+        """Return the states of a lane's partials, of up to `queries` query tokens each, for a layer of that attention.
+
+        Raises ValueError where the layer has more heads, or another value dimension, than the scratch was made for.
+        """
+        heads, v_dim = self.logits.shape[1], self.logits.shape[-1]
+        require(
+            spec.v_dim == v_dim,
+            f"layer {layer}: v_head_dim {spec.v_dim}, the model runner says {v_dim}, for which scratch was made",
+        )
+        require(
+            spec.heads <= heads,
+            f"layer {layer}: tp_q_head_num {spec.heads}, the model runner says at most {heads}, for which scratch was "
+            "made",
+        )
+        count, rows = lane.schedule.partials, spec.group * queries
         states = count * rows
         return Partials(
             acc=self.logits.view(-1)[: states * v_dim].view(count, rows, v_dim),
