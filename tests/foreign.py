@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.compat.sglang import KVWriteLoc, TritonAttnBackend
+from attnlab.compat.sglang import TritonAttnBackend
 from attnlab.eager import oracle
 from tests.strategies import DEVICE
 from tests.tolerances import OUTPUT
@@ -53,6 +53,15 @@ def layer(number: int, kind: str = "mha", *, radius: int | None = None, **change
     return SimpleNamespace(**{**plain, **change})
 
 
+@dataclass
+class WriteLoc:
+    """A record of write slots that is the pool's own: it knows no other."""
+
+    loc: Tensor
+    swa_loc: Tensor | None
+    full_loc: Tensor | None
+
+
 class Pool:
     """Two layers, full of NaN. `kind`: mha, mla, sliding (own storage for layer 1), unified (virtual slots)."""
 
@@ -61,7 +70,7 @@ class Pool:
         heads, dim = (1, LATENT) if kind.endswith("mla") else (KV_HEADS, DIM)
         self.k = [torch.full((SLOTS, heads, dim), float("nan"), device=DEVICE) for _ in range(2)]
         self.v = [x[..., : LATENT - 16] if kind.endswith("mla") else torch.full_like(x, float("nan")) for x in self.k]
-        self.given: list[KVWriteLoc] = []
+        self.given: list[WriteLoc] = []
         place = torch.randperm(SLOTS - 1, generator=torch.Generator().manual_seed(5)) + 1
         self.place = torch.cat([torch.zeros(1, dtype=torch.int64), place]).to(DEVICE)
         if kind == "sliding":
@@ -77,15 +86,16 @@ class Pool:
         return self.v[0].shape[-1]
 
     def set_kv_buffer(
-        self, layer: Any, loc: KVWriteLoc, k: Tensor, v: Tensor, k_scale: Any = None, v_scale: Any = None
+        self, layer: Any, loc: WriteLoc | Tensor, k: Tensor, v: Tensor, k_scale: Any = None, v_scale: Any = None
     ) -> None:
-        self.given.append(loc)
+        where = loc if isinstance(loc, WriteLoc) else WriteLoc(loc, None, None)
+        self.given.append(where)
         number = layer.layer_id
         if self.kind == "sliding" and number == 1:
-            assert loc.swa_loc is not None
-            at = loc.swa_loc
+            assert where.swa_loc is not None
+            at = where.swa_loc
         else:
-            at = loc.loc if loc.full_loc is None else loc.full_loc
+            at = where.loc if where.full_loc is None else where.full_loc
         count = k.shape[0]
         if k_scale is not None:
             k /= k_scale
@@ -156,7 +166,7 @@ class World:
         self.backend = TritonAttnBackend(
             self.runner,
             engine=self.engine,
-            **{"device_core_count": 132, "speculative_num_draft_tokens": 3, **self.options},
+            **{"device_core_count": 132, "speculative_num_draft_tokens": 3, "write_loc": WriteLoc, **self.options},
         )
         self.order = iter((torch.randperm(SLOTS - 1, generator=torch.Generator().manual_seed(3)) + 1).tolist())
         self.numbers = torch.Generator(DEVICE).manual_seed(1)

@@ -11,7 +11,7 @@ import torch
 
 from attnlab.graphs.memory import tensors_of
 from attnlab.mask import ancestors
-from tests.foreign import DEVICE, DIM, KV_HEADS, SLOTS, World, layer
+from tests.foreign import DEVICE, DIM, KV_HEADS, SLOTS, World, WriteLoc, layer
 from tests.syncs import nothing_waits
 
 KINDS = ["mha", "mla", "sliding", "unified", "unified mla"]
@@ -348,6 +348,21 @@ def test_write_slots_of_padding_go_to_the_sink() -> None:
     world.backend.init_forward_metadata_out_graph(world.batch("decode", requests[:2], [1] * 2))
     loc = world.backend.forward_metadata.swa_out_cache_loc
     assert loc is not None and loc[:2].gt(0).all() and loc[2:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pool_is_given_slots_or_the_record_that_it_knows(kind: str) -> None:
+    world, requests = filled(kind)
+    batch = world.batch("decode", requests, [1] * 4)
+    world.backend.init_forward_metadata(batch)
+    world.run(batch, 4)
+    has_own = kind == "sliding" or kind.startswith("unified")
+    given = world.pool.given[-1]
+    assert type(given) is WriteLoc and torch.equal(given.loc, batch.out_cache_loc)
+    assert (given.swa_loc is not None or given.full_loc is not None) == has_own
+    batch.out_cache_loc = None
+    with pytest.raises(ValueError, match="out_cache_loc: expected where the new tokens go, got None"):
+        world.run(batch, 4)
 
 
 @pytest.mark.parametrize("kind", ["mha", "sliding", "unified", "mla"])

@@ -444,4 +444,6 @@ def test_no_verify_mask_where_nothing_is_verified(change: dict[str, Any]) -> Non
 def test_a_write_location_is_built_by_position() -> None:
     loc, swa = torch.tensor([3]), torch.tensor([1])
     where = sglang.KVWriteLoc(loc, swa)
-    assert (where.loc, where.swa_loc, where.full_loc) == (loc, swa, None)
+    assert (where.loc, where.full_loc) == (loc, None) and torch.equal(where.swa_loc, swa)
+    where = sglang.KVWriteLoc(loc, torch.tensor([1, 2]), torch.tensor([4, 0]))
+    assert where.swa_loc.tolist() == [1] and where.full_loc.tolist() == [4]  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnlab.compat.sglang import TritonMultiStepDraftBackend
 from attnlab.eager import oracle
 from attnlab.plan.draft import branch_stride, draft_room
-from tests.foreign import CONTEXT, DEVICE, ENGINE, HEADS, World
+from tests.foreign import CONTEXT, DEVICE, ENGINE, HEADS, World, WriteLoc
 from tests.tolerances import OUTPUT
 
 KINDS = ["mha", "mla", "sliding", "unified"]
@@ -28,7 +28,7 @@ class Drafting:
         self.world.runner.model_config.context_len = context_len
         self.topk, self.steps, self.page_size = topk, steps, page_size
         self.backend = TritonMultiStepDraftBackend(
-            self.world.runner, topk, steps, engine=ENGINE, device_core_count=132, **options
+            self.world.runner, topk, steps, engine=ENGINE, device_core_count=132, write_loc=WriteLoc, **options
         )
 
     def batch(self, requests: list[int]) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnlab.checks import describe, one_of, positive, require, tensor, whole
 from attnlab.compat.sglang.arguments import INTEGERS
+from attnlab.compat.sglang.records import KVWriteLoc, WriteLoc
 from attnlab.spec import AttentionSpec, ScoreMod
 
 Translate = Callable[[Tensor], Tensor]
@@ -56,9 +57,10 @@ class Runner:
     deterministic: bool
     chunked_prefill: bool
     is_draft: bool
+    write_loc: WriteLoc
 
     @classmethod
-    def of(cls, runner: Any, *, tp_size: int, hybrid_linear: bool) -> Runner:
+    def of(cls, runner: Any, *, tp_size: int, hybrid_linear: bool, write_loc: WriteLoc) -> Runner:
         """Read a model runner. Raises ValueError, naming both settings, where they do not go together."""
         config, args, pool = runner.model_config, runner.server_args, runner.token_to_kv_pool
         table = tensor(
@@ -105,17 +107,21 @@ class Runner:
             deterministic=bool(args.enable_deterministic_inference),
             chunked_prefill=args.chunked_prefill_size not in (None, -1),
             is_draft=bool(getattr(runner, "is_draft_worker", False)),
+            write_loc=write_loc,
         )
 
     def buffers(self, layer: Any) -> tuple[Tensor, Tensor]:
         """Return a layer's keys and values as they are stored."""
         return self.pool.get_key_buffer(layer.layer_id), self.pool.get_value_buffer(layer.layer_id)
 
-    def store(self, layer: Any, loc: Any, k: Tensor, v: Tensor, *, mask: Tensor | None) -> None:
+    def store(self, layer: Any, where: KVWriteLoc, k: Tensor, v: Tensor, *, mask: Tensor | None) -> None:
         """Write new keys and values. Where there are scales the pool, which may divide in place, gets copies.
 
-        A pool of latent rows divides by no scale: its keys are divided here.
+        A pool of latent rows divides by no scale: its keys are divided here. A pool that has one place for a token is
+        given plain slots, one that has several the record of its own class.
         """
+        is_one = where.swa_loc is None and where.full_loc is None
+        loc = where.loc if is_one else self.write_loc(where.loc, where.swa_loc, where.full_loc)
         k_scale, v_scale = getattr(layer, "k_scale", None), getattr(layer, "v_scale", None)
         options = {} if mask is None else {"dcp_kv_mask": mask}
         if k_scale is None or v_scale is None:

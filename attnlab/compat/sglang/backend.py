@@ -30,7 +30,7 @@ from attnlab.compat.sglang.masks import VerifyMask
 from attnlab.compat.sglang.memory import Fresh
 from attnlab.compat.sglang.metadata import Draft, ForwardMetadata, Reads, Scratch, Step
 from attnlab.compat.sglang.mods import modifier
-from attnlab.compat.sglang.records import KVWriteLoc
+from attnlab.compat.sglang.records import KVWriteLoc, WriteLoc
 from attnlab.compat.sglang.splitting import Splitting
 from attnlab.compat.sglang.steps import SEQ_LEN_FILL, StepMaker
 from attnlab.engines import Engine, engine_for
@@ -48,7 +48,9 @@ class TritonAttnBackend:
 
     What the original reads from process-wide settings are arguments here, with its defaults. `device_core_count`: the
     multiprocessors that splits are counted with; None asks the device (0, as on a CPU: static splits). `engine` as in
-    the package's functions. `kv_indptr_buf` is unread: a step has offsets of its own, or a graph's.
+    the package's functions. `kv_indptr_buf` is unread: a step has offsets of its own, or a graph's. `write_loc`: the
+    class of the record `(loc, swa_loc, full_loc)` that the pool looks for where a token has slots in storages of its
+    own (sliding and unified pools): with SGLang's pools its own `KVWriteLoc`. Other pools are given `loc`, a tensor.
 
     Differs from the original: windows hold W + 1 keys in every mode (its decode holds W); sliding layers are split by
     their own lengths; a verify is split over its cached keys on every device, with a mask too, unless
@@ -76,6 +78,7 @@ class TritonAttnBackend:
         hybrid_linear: bool = False,
         device_kind: Literal["cuda", "hip", "xpu", "cpu"] = "cuda",
         device_core_count: int | None = None,
+        write_loc: WriteLoc = KVWriteLoc,
     ) -> None:
         require(
             positive("dcp_size", dcp_size) == 1,
@@ -85,7 +88,9 @@ class TritonAttnBackend:
         )
         one_of("prefill_graph", prefill_graph, ("off", "whole", "split"))
         one_of("device_kind", device_kind, ("cuda", "hip", "xpu", "cpu"))
-        self.runner = runner = Runner.of(model_runner, tp_size=tp_size, hybrid_linear=hybrid_linear)
+        self.runner = runner = Runner.of(
+            model_runner, tp_size=tp_size, hybrid_linear=hybrid_linear, write_loc=write_loc
+        )
         self.engine = engine_for(engine, runner.device)
         self.skip_prefill = skip_prefill
         self.num_draft_tokens = speculative_num_draft_tokens
@@ -404,6 +409,8 @@ class TritonAttnBackend:
     def _loc(self, step: Step, forward_batch: Any) -> KVWriteLoc:
         metadata = step.metadata
         loc = forward_batch.out_cache_loc if step.out_loc is None else step.out_loc
+        if loc is None:
+            raise ValueError("out_cache_loc: expected where the new tokens go, got None")
         return KVWriteLoc(loc, metadata.swa_out_cache_loc, metadata.out_cache_loc_full_physical)
 
     def _store(self, step: Step, layer: Any, forward_batch: Any, k: Tensor, v: Tensor) -> None:
