@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from attnlab.compat.sglang import TritonAttnBackend
 from attnlab.graphs.memory import tensors_of
 from attnlab.mask import ancestors
-from tests.foreign import DEVICE, DIM, KV_HEADS, SLOTS, World, WriteLoc, layer
+from tests.foreign import DEVICE, DIM, KV_HEADS, SLOTS, Pool, World, WriteLoc, layer, runner
 from tests.syncs import nothing_waits
 
 KINDS = ["mha", "mla", "sliding", "unified", "unified mla"]
@@ -455,6 +456,65 @@ def test_what_does_not_go_together_is_refused_at_construction() -> None:
         World(options={"dcp_size": 2})
     with pytest.raises(ValueError, match="sliding_window_size: expected a radius of at least 1, or None, -1 or 0"):
         World(radius=-2)
+
+
+NEEDED = [
+    "req_to_token_pool.req_to_token",
+    "token_to_kv_pool.get_key_buffer",
+    "token_to_kv_pool.get_value_buffer",
+    "token_to_kv_pool.set_kv_buffer",
+    "sliding_window_size",
+    "model_config.attention_arch",
+    "model_config.context_len",
+    "model_config.get_max_num_attention_heads",
+    "model_config.get_num_kv_heads",
+    "server_args.triton_attention_num_kv_splits",
+    "server_args.triton_attention_split_tile_size",
+    "server_args.enable_deterministic_inference",
+    "server_args.chunked_prefill_size",
+]
+
+
+@pytest.mark.parametrize("path", NEEDED)
+def test_a_runner_that_lacks_something_is_refused_by_name(path: str) -> None:
+    """And the docstring says that it is needed."""
+    *owner, name = path.split(".")
+    given = runner(Pool("mha"))
+    left = {}
+    if owner == ["token_to_kv_pool"]:
+        pool = given.token_to_kv_pool
+        left = {x: getattr(pool, x) for x in ("get_key_buffer", "get_value_buffer", "set_kv_buffer") if x != name}
+    elif owner:
+        left = {x: y for x, y in vars(getattr(given, owner[0])).items() if x != name}
+    change = SimpleNamespace(**left)
+    if owner:
+        setattr(given, owner[0], change)
+    else:
+        delattr(given, name)
+    where = ".".join(["model_runner", *owner])
+    with pytest.raises(TypeError, match=rf"^{where}: expected an object with '{name}', got SimpleNamespace without"):
+        TritonAttnBackend(given)
+    [*_, needed] = (TritonAttnBackend.__doc__ or "").partition("| `model_runner`")
+    [needed, *_] = needed.partition("| `layer`")
+    assert f"`{name}" in needed and f"[{name}" not in needed
+
+
+@pytest.mark.parametrize("name", ["is_decode_or_idle", "is_target_verify", "is_draft_extend_v2"])
+def test_a_mode_that_does_not_say_what_it_is_is_no_extend(name: str) -> None:
+    world, requests = filled()
+    batch = world.batch("extend", requests, [1] * 4)
+    delattr(batch.forward_mode, name)
+    with pytest.raises(TypeError, match=f"forward_batch.forward_mode: expected an object with '{name}'"):
+        world.backend.init_forward_metadata(batch)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "req_pool_indices", "seq_lens", "forward_mode"])
+def test_a_batch_that_lacks_something_is_refused_by_name(name: str) -> None:
+    world, requests = filled()
+    batch = world.batch("extend", requests, [1] * 4)
+    delattr(batch, name)
+    with pytest.raises(TypeError, match=f"^forward_batch: expected an object with '{name}'"):
+        world.backend.init_forward_metadata(batch)
 
 
 def test_a_backend_for_decodes_alone_refuses_the_rest() -> None:

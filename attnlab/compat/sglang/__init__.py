@@ -1,9 +1,15 @@
-"""SGLang's Triton attention: its public names and call signatures, over our objects.
+"""SGLang's Triton attention, of version 0.5.23: its public names and call signatures, over our objects.
 
-Code written against them runs by changing its imports. Every function takes one more argument, by name:
-`engine="triton"`, which is what the original runs (interpreted where there is no GPU), or "eager", vectorised torch.
-Windows are the original's number, a radius: W earlier keys and the query itself. Where a value differs from the
-original's, the function's docstring says so.
+Code written against them runs by changing its imports: whichever module a name is in there, it is in this one here.
+
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend   # there
+    from attnlab.compat.sglang import TritonAttnBackend                        # here
+
+SGLang itself is not needed. What the classes read from a server's objects is listed at `TritonAttnBackend`.
+
+Every function takes one more argument, by name: `engine="triton"`, which is what the original runs (interpreted where
+there is no GPU), or "eager", vectorised torch. Windows are the original's number, a radius: W earlier keys and the
+query itself. Where a value differs from the original's, the function's docstring says so.
 """
 
 from attnlab.compat.sglang.backend import TritonAttnBackend as TritonAttnBackend

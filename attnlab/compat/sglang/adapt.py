@@ -18,6 +18,24 @@ Translate = Callable[[Tensor], Tensor]
 Mode = Literal["decode", "verify", "draft extend", "extend"]
 
 
+def read(x: Any, path: str) -> Any:
+    """Return what a path says, `model_runner.server_args.page_size`, whose first word stands for `x`.
+
+    Raises TypeError, naming what lacks which attribute.
+    """
+    where, *names = path.split(".")
+    for name in names:
+        try:
+            x = getattr(x, name)
+        except AttributeError as error:
+            raise TypeError(
+                f"{where}: expected an object with {name!r}, got {type(x).__name__} without; the docstring of "
+                "TritonAttnBackend lists what is read"
+            ) from error
+        where = f"{where}.{name}"
+    return x
+
+
 def to_sliding(token_to_kv_pool: Any) -> Translate | None:
     """Return a pool's way from full to sliding slots; None where there is no pool, or it has no sliding storage."""
     translate: Translate | None = getattr(token_to_kv_pool, "translate_loc_from_full_to_swa", None)
@@ -49,7 +67,6 @@ class Runner:
     sliding_v_dim: int
     mla: bool
     window: int
-    page_size: int
     device: torch.device
     gpu: int
     max_splits: int
@@ -61,51 +78,62 @@ class Runner:
 
     @classmethod
     def of(cls, runner: Any, *, tp_size: int, hybrid_linear: bool, write_loc: WriteLoc) -> Runner:
-        """Read a model runner. Raises ValueError, naming both settings, where they do not go together."""
-        config, args, pool = runner.model_config, runner.server_args, runner.token_to_kv_pool
-        table = tensor(
-            "req_to_token", runner.req_to_token_pool.req_to_token, shape=("size", "context"), dtype=torch.int32
-        )
-        window = _radius(runner.sliding_window_size)
+        """Read a model runner.
+
+        Raises ValueError, naming both settings, where they do not go together; TypeError, naming it, where one lacks.
+        """
+
+        def option(name: str) -> Any:
+            return read(runner, f"model_runner.server_args.{name}")
+
+        config, pool = read(runner, "model_runner.model_config"), read(runner, "model_runner.token_to_kv_pool")
+        given = read(runner, "model_runner.req_to_token_pool.req_to_token")
+        table = tensor("req_to_token", given, shape=("size", "context"), dtype=torch.int32)
+        window = _radius(read(runner, "model_runner.sliding_window_size"))
         encoder = bool(getattr(config, "is_encoder_decoder", False))
         require(
             not (window and encoder),
             f"sliding_window_size, is_encoder_decoder: a window of {window} and an encoder do not go together; set "
             "sliding_window_size=None or use a decoder-only model",
         )
-        heads = positive("get_max_num_attention_heads", config.get_max_num_attention_heads())
+        heads_of = read(runner, "model_runner.model_config.get_max_num_attention_heads")
+        heads = positive("get_max_num_attention_heads", heads_of())
         tp = positive("tp_size", tp_size)
         require(heads % tp == 0, f"tp_size: expected a divisor of the {heads} heads, got {tp}")
-        kv_heads = positive("get_num_kv_heads", config.get_num_kv_heads(tp))
+        kv_heads = positive("get_num_kv_heads", read(runner, "model_runner.model_config.get_num_kv_heads")(tp))
         require(
             (heads // tp) % kv_heads == 0,
             f"get_num_kv_heads: expected a divisor of the {heads // tp} heads of a rank, got {kv_heads}",
         )
-        v_dim = pool.get_v_head_dim() if hybrid_linear else pool.get_value_buffer(_first_layer(pool)).shape[-1]
+        if hybrid_linear:  # whose layer 0 may have no keys
+            v_dim = read(runner, "model_runner.token_to_kv_pool.get_v_head_dim")()
+        else:
+            v_dim = read(runner, "model_runner.token_to_kv_pool.get_value_buffer")(_first_layer(pool)).shape[-1]
         sliding_v_dim = getattr(config, "swa_v_head_dim", None)
-        if sliding_v_dim is not None and sliding_v_dim != config.v_head_dim:
-            v_dim = config.v_head_dim
-        tile = args.triton_attention_split_tile_size
-        page_size = positive("page_size", runner.page_size)
+        if sliding_v_dim is not None:
+            plain_v_dim = read(runner, "model_runner.model_config.v_head_dim")
+            v_dim = v_dim if sliding_v_dim == plain_v_dim else plain_v_dim
+        for name in ("get_key_buffer", "set_kv_buffer"):  # which layers call
+            read(runner, f"model_runner.token_to_kv_pool.{name}")
+        tile = option("triton_attention_split_tile_size")
         return cls(
             table=table,
             pool=pool,
             physical=to_physical(getattr(runner, "token_to_kv_pool_allocator", None)),
             sliding=to_sliding(pool),
-            context_len=positive("context_len", config.context_len),
+            context_len=positive("context_len", read(runner, "model_runner.model_config.context_len")),
             heads=heads // tp,
             kv_heads=kv_heads,
             v_dim=positive("v_head_dim", v_dim),
             sliding_v_dim=v_dim if sliding_v_dim is None else positive("swa_v_head_dim", sliding_v_dim),
-            mla=_is_mla(config.attention_arch),
+            mla=_is_mla(read(runner, "model_runner.model_config.attention_arch")),
             window=window,
-            page_size=page_size,
             device=table.device,
             gpu=getattr(runner, "gpu_id", 0),
-            max_splits=positive("triton_attention_num_kv_splits", args.triton_attention_num_kv_splits),
+            max_splits=positive("triton_attention_num_kv_splits", option("triton_attention_num_kv_splits")),
             tile=None if tile is None else positive("triton_attention_split_tile_size", tile),
-            deterministic=bool(args.enable_deterministic_inference),
-            chunked_prefill=args.chunked_prefill_size not in (None, -1),
+            deterministic=bool(option("enable_deterministic_inference")),
+            chunked_prefill=option("chunked_prefill_size") not in (None, -1),
             is_draft=bool(getattr(runner, "is_draft_worker", False)),
             write_loc=write_loc,
         )
@@ -181,7 +209,8 @@ class Given:
         Where the host is told a total and the lengths too, and they disagree, the larger one sizes the lists. Raises
         ValueError where `seq_lens_cpu` has fewer entries than there are requests.
         """
-        reqs, spec, mode = whole("batch_size", batch.batch_size), getattr(batch, "spec_info", None), mode_of(batch)
+        reqs, mode = whole("batch_size", read(batch, "forward_batch.batch_size")), mode_of(batch)
+        spec = getattr(batch, "spec_info", None)
         require(reqs >= 0, f"batch_size: expected at least 0 requests, got {reqs}")
         known = _on_host("seq_lens_cpu", getattr(batch, "seq_lens_cpu", None), reqs)
         check_known("seq_lens_cpu", known, reqs)
@@ -190,8 +219,10 @@ class Given:
         return cls(
             mode=mode,
             reqs=reqs,
-            rows=tensor("req_pool_indices", batch.req_pool_indices, shape=["reqs"], dtype=INTEGERS),
-            lens=tensor("seq_lens", batch.seq_lens, shape=["reqs"], dtype=INTEGERS),
+            rows=tensor(
+                "req_pool_indices", read(batch, "forward_batch.req_pool_indices"), shape=["reqs"], dtype=INTEGERS
+            ),
+            lens=tensor("seq_lens", read(batch, "forward_batch.seq_lens"), shape=["reqs"], dtype=INTEGERS),
             total=_most(getattr(batch, "seq_lens_sum", None), None if known is None else sum(known)),
             known_lens=known,
             prefix=_integers("extend_prefix_lens", getattr(batch, "extend_prefix_lens", None), "reqs"),
@@ -236,14 +267,12 @@ def write_mask_of(batch: Any) -> Tensor | None:
 
 
 def mode_of(batch: Any) -> Mode:
-    """Return the mode of a forward batch."""
-    mode = batch.forward_mode
-    if mode.is_decode_or_idle():
+    """Return the mode of a forward batch: an extend is what none of the others is."""
+    if read(batch, "forward_batch.forward_mode.is_decode_or_idle")():
         return "decode"
-    if mode.is_target_verify():
+    if read(batch, "forward_batch.forward_mode.is_target_verify")():
         return "verify"
-    drafts = getattr(mode, "is_draft_extend_v2", None)
-    return "draft extend" if drafts is not None and drafts() else "extend"
+    return "draft extend" if read(batch, "forward_batch.forward_mode.is_draft_extend_v2")() else "extend"
 
 
 def _on_host(name: str, lens: Any, reqs: int) -> tuple[int, ...] | None:

@@ -56,7 +56,33 @@ class TritonAttnBackend:
     their own lengths; a verify is split over its cached keys on every device, with a mask too, unless
     `split_kv_verify` is off; draft models may have windows; the metadata's lists share no memory between steps that
     run as they come. Context parallelism (`dcp_size` > 1) raises NotImplementedError.
-    Raises ValueError, naming both settings, where they do not go together.
+    Raises ValueError, naming both settings, where they do not go together; TypeError, naming it, where one lacks.
+
+    What is read from the caller's objects, by SGLang 0.5.23's names. Those in brackets may lack, or be None.
+
+    | object | attributes |
+    | --- | --- |
+    | `model_runner` | `req_to_token_pool`, `token_to_kv_pool`, `[token_to_kv_pool_allocator]`, `model_config`, |
+    | | `server_args`, `sliding_window_size` (a radius; None, -1 or 0: no window), `[gpu_id]`, `[is_draft_worker]`; |
+    | | `page_size` for drafting in several steps |
+    | `.req_to_token_pool` | `req_to_token` int32 `[size, context]`; `size` for drafting in several steps |
+    | `.model_config` | `attention_arch` (its name, MLA or another), `context_len`, `get_max_num_attention_heads()`, |
+    | | `get_num_kv_heads(tp_size)`, `[is_encoder_decoder]`, `[swa_v_head_dim]`, with it `v_head_dim` |
+    | `.server_args` | `triton_attention_num_kv_splits`, `triton_attention_split_tile_size` (None: unset), |
+    | | `enable_deterministic_inference`, `chunked_prefill_size` (None or -1: off) |
+    | `.token_to_kv_pool` | `get_key_buffer(layer_id)`, `get_value_buffer(layer_id)`, |
+    | | `set_kv_buffer(layer, loc, k, v[, k_scale, v_scale][, dcp_kv_mask=])`, `[start_layer]`, |
+    | | `[translate_loc_from_full_to_swa(loc)]`; `get_v_head_dim()` where `hybrid_linear` |
+    | `.token_to_kv_pool_allocator` | `[translate_kv_loc_dense(loc)]`, else `[translate_kv_loc(loc)]` |
+    | `layer` | `layer_id`, `tp_q_head_num`, `tp_k_head_num`, `qk_head_dim`, `v_head_dim`, `scaling`, `attn_type`, |
+    | | `is_cross_attention`, `[sliding_window_size]`, `[logit_cap]`, `[logit_capping_method]`, |
+    | | `[xai_temperature_len]`, `[k_scale]`, `[v_scale]`, with them `k_scale_float`, `v_scale_float` |
+    | `forward_batch` | `batch_size`, `forward_mode`, `req_pool_indices`, `seq_lens`, `[seq_lens_cpu]`, |
+    | | `[seq_lens_sum]`, `[out_cache_loc]`, `[spec_info]`, `[encoder_lens]`, `[positions]`, `[_attn_output]`, |
+    | | `[dcp_kv_mask]`; in an extend `extend_prefix_lens`, `extend_seq_lens`, and `[..._cpu]` of both |
+    | `.forward_mode` | `is_decode_or_idle()`, `is_target_verify()`, `is_draft_extend_v2()`; else an extend |
+    | `.spec_info` | `[kv_indptr]`, `[kv_indices]`, `[custom_mask]`, `[draft_token_num]`, |
+    | | `[extend_seq_lens_tensor]` |
     """
 
     needs_cpu_seq_lens = False

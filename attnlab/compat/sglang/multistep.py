@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlab.checks import positive, require
-from attnlab.compat.sglang.adapt import Given
+from attnlab.compat.sglang.adapt import Given, read
 from attnlab.compat.sglang.backend import TritonAttnBackend
 from attnlab.compat.sglang.drafts import (
     draft_kv_indices_buffer_width,
@@ -36,9 +36,10 @@ class TritonMultiStepDraftBackend:
     def __init__(self, model_runner: Any, topk: int, speculative_num_steps: int, **options: Any) -> None:
         self.topk = positive("topk", topk)
         self.speculative_num_steps = positive("speculative_num_steps", speculative_num_steps)
-        pool = model_runner.req_to_token_pool
-        self.req_to_token, self.page_size = pool.req_to_token, positive("page_size", model_runner.page_size)
-        rows = positive("req_to_token_pool.size", pool.size) * topk
+        self.req_to_token = read(model_runner, "model_runner.req_to_token_pool.req_to_token")
+        self.page_size = positive("page_size", read(model_runner, "model_runner.page_size"))
+        size = positive("req_to_token_pool.size", read(model_runner, "model_runner.req_to_token_pool.size"))
+        rows = size * topk
         self.kv_indptr = torch.zeros(
             speculative_num_steps, rows + 1, dtype=torch.int32, device=self.req_to_token.device
         )
