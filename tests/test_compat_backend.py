@@ -666,6 +666,69 @@ def test_fewer_requests_than_none_are_refused() -> None:
         world.backend.init_forward_metadata(batch)
 
 
+OUTSIDE: dict[str, tuple[str, Any, str]] = {
+    "row": (
+        "decode",
+        {"req_pool_indices": (3, 8)},
+        "req_pool_indices: expected 0 to 7, the rows of req_to_token, got 8",
+    ),
+    "row below 0": ("extend", {"req_pool_indices": (0, -1)}, "req_pool_indices: expected 0 to 7, .* got -1 in entry 0"),
+    "length": ("decode", {"seq_lens": (1, 65)}, "seq_lens: expected 0 to 64, the lengths that .* got 65 in entry 1"),
+    "length below 0": ("verify", {"seq_lens": (1, -1)}, "seq_lens: expected 0 to 64, .* got -1 in entry 1"),
+    "cached": ("extend", {"extend_prefix_lens": (2, 99)}, "extend_prefix_lens: expected 0 to 64, .* got 99 in entry 2"),
+    "new": ("extend", {"extend_seq_lens": (2, -3)}, "extend_seq_lens: expected 0 to 64, .* got -3 in entry 2"),
+    "write slot": (
+        "decode",
+        {"out_cache_loc": (1, 512)},
+        "out_cache_loc: expected 0 to 511, the slots of layer 0, got",
+    ),
+    "write slot below 0": ("extend", {"out_cache_loc": (1, -1)}, "out_cache_loc: expected 0 to 511, .* got -1 in entr"),
+}
+"""Which mode, which entry of which list becomes what, and what is said."""
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the host would wait for a GPU to look")
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_numbers_that_are_none_are_refused_on_a_cpu(case: str) -> None:
+    mode, change, words = OUTSIDE[case]
+    world, requests = filled()
+    new = [3] * 4 if mode == "verify" else [1] * 4
+    batch = world.batch(mode, requests, new, known=False, **({"draft_token_num": 3} if mode == "verify" else {}))
+    for name, (at, value) in change.items():
+        getattr(batch, name)[at] = value
+    world.pool.given.clear()
+    with pytest.raises(ValueError, match=words):
+        world.backend.init_forward_metadata(batch)
+        world.run(batch, sum(new))
+    assert not world.pool.given
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the host would wait for a GPU to look")
+@pytest.mark.parametrize("slot", [SLOTS, -1, 10**8])
+@pytest.mark.parametrize("mode", ["decode", "verify", "extend"])
+def test_slots_of_the_table_that_the_pool_has_not_are_refused_on_a_cpu(mode: str, slot: int) -> None:
+    world, requests = filled()
+    new = [3] * 4 if mode == "verify" else [1] * 4
+    batch = world.batch(mode, requests, new, **({"draft_token_num": 3} if mode == "verify" else {}))
+    world.table[requests[0], 4] = slot
+    world.backend.init_forward_metadata(batch)
+    world.pool.given.clear()
+    with pytest.raises(ValueError, match=f"kv_indices: expected 0 to 511, the slots of layer 0, got {slot} in entry 4"):
+        world.run(batch, sum(new))
+    assert not world.pool.given
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the host would wait for a GPU to look")
+@pytest.mark.parametrize("graph", [True, False])
+def test_lists_that_leave_their_slots_are_refused_on_a_cpu(graph: bool) -> None:
+    world, requests = captured("mha", "decode") if graph else filled()
+    plan = world.backend.init_forward_metadata_out_graph if graph else world.backend.init_forward_metadata
+    batch = with_lists(world, requests)
+    batch.spec_info.kv_indices = batch.spec_info.kv_indices[:64]
+    with pytest.raises(ValueError, match="spec_info.kv_indptr: expected offsets into the 64 entries of spec_info.kv_i"):
+        plan(batch)
+
+
 def test_a_request_longer_than_the_table_is_refused() -> None:
     world, requests = filled()
     batch = world.batch("decode", requests, [1] * 4)

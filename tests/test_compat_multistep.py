@@ -201,6 +201,10 @@ def test_a_shorter_request_whose_drafts_end_further_out_is_refused(lens: list[in
     batch.seq_lens = torch.tensor(lens, device=DEVICE)
     with pytest.raises(ValueError, match="seq_lens: a request of 43 tokens, whose drafts end at column 70"):
         drafting.backend.init_forward_metadata(batch)
+    batch.seq_lens_cpu = batch.seq_lens_sum = None
+    if DEVICE == "cpu":  # where the lengths themselves are seen
+        with pytest.raises(ValueError, match="seq_lens: a request of 43 tokens, whose drafts end at column 70"):
+            drafting.backend.init_forward_metadata(batch)
 
 
 def test_drafts_behind_the_longest_context_are_kept_in_a_graph() -> None:

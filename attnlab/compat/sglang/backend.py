@@ -33,6 +33,7 @@ from attnlab.compat.sglang.mods import modifier
 from attnlab.compat.sglang.records import KVWriteLoc, WriteLoc
 from attnlab.compat.sglang.splitting import Splitting
 from attnlab.compat.sglang.steps import SEQ_LEN_FILL, StepMaker
+from attnlab.compat.sglang.values import check_listed, check_members
 from attnlab.engines import Engine, engine_for
 from attnlab.mask import CAUSAL
 from attnlab.memory.pool import KVView
@@ -57,6 +58,7 @@ class TritonAttnBackend:
     `split_kv_verify` is off; draft models may have windows; the metadata's lists share no memory between steps that
     run as they come. Context parallelism (`dcp_size` > 1) raises NotImplementedError.
     Raises ValueError, naming both settings, where they do not go together; TypeError, naming it, where one lacks.
+    On a CPU, where looking costs nothing, rows, lengths and slots that are none raise ValueError.
 
     What is read from the caller's objects, by SGLang 0.5.23's names. Those in brackets may lack, or be None.
 
@@ -276,7 +278,8 @@ class TritonAttnBackend:
         step = self._planned()
         q = _heads("q", q, layer.tp_q_head_num, layer.qk_head_dim)
         spec, aux = self._attention(layer, q, sinks, score_mod, aux_tensors)
-        view, lane = self._view(layer), self._lane(step.reads, layer, spec)
+        view = self._view(layer)
+        lane = self._lane(step.reads, layer, spec, view)
         if not isinstance(lane, Lane) or step.mode != "decode":
             raise ValueError(f"forward_decode: the step was planned for {step.mode}; call forward_extend")
         out = _output(forward_batch, q, spec)
@@ -292,7 +295,7 @@ class TritonAttnBackend:
             aux=aux,
         )
         if save_kv_cache:
-            self._store(step, layer, forward_batch, *self._rows(layer, q, k, v))
+            self._store(step, layer, forward_batch, view, *self._rows(layer, q, k, v))
         self.engine.decode(call)
         return out.view(out.shape[0], spec.heads * spec.v_dim)
 
@@ -320,7 +323,8 @@ class TritonAttnBackend:
             raise ValueError(f"forward_extend: the step was planned for {step.mode}; call forward_decode")
         q = _heads("q", q, layer.tp_q_head_num, layer.qk_head_dim)
         spec, aux = self._attention(layer, q, sinks, score_mod, aux_tensors)
-        view, lane = self._view(layer), self._lane(step.reads, layer, spec)
+        view = self._view(layer)
+        lane = self._lane(step.reads, layer, spec, view)
         cross = bool(layer.is_cross_attention)
         require(
             (k is None) == (v is None),
@@ -359,7 +363,7 @@ class TritonAttnBackend:
             one_pass = step.reads.one_pass and not cross
             call = ExtendCall(**common, one_pass=one_pass, k=keys, v=values, parts=parts)
         if new is not None and save_kv_cache:
-            self._store(step, layer, forward_batch, *new)
+            self._store(step, layer, forward_batch, view, *new)
         if isinstance(call, VerifyCall):
             self.engine.verify(call)
         else:
@@ -410,8 +414,11 @@ class TritonAttnBackend:
         shared = self.runner.mla and k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
         return kv_view(k, v, k_scale=k_scale, v_scale=v_scale, has_mla=shared)
 
-    def _lane(self, reads: Reads, layer: Any, spec: AttentionSpec) -> ExtendLane | Lane:
-        """Return the lists that a layer reads, said to be of its sight."""
+    def _lane(self, reads: Reads, layer: Any, spec: AttentionSpec, view: KVView) -> ExtendLane | Lane:
+        """Return the lists that a layer reads, said to be of its sight.
+
+        Raises ValueError, on a CPU, where they hold slots that its storage has not.
+        """
         lane = reads.full
         if is_sliding(layer):
             require(
@@ -425,6 +432,10 @@ class TritonAttnBackend:
                 "are cut; a backend serves layers of one window",
             )
             lane = reads.sliding if reads.sliding is not None else lane
+        index = lane.layout.index
+        check_listed(
+            "kv_indices", index.slots, index.indptr, count=view.num_slots, of=f"slots of layer {layer.layer_id}"
+        )
         if lane.layout.sight == spec.sight:
             return lane
         return replace(lane, layout=replace(lane.layout, sight=spec.sight))
@@ -439,12 +450,13 @@ class TritonAttnBackend:
             raise ValueError("out_cache_loc: expected where the new tokens go, got None")
         return KVWriteLoc(loc, metadata.swa_out_cache_loc, metadata.out_cache_loc_full_physical)
 
-    def _store(self, step: Step, layer: Any, forward_batch: Any, k: Tensor, v: Tensor) -> None:
+    def _store(self, step: Step, layer: Any, forward_batch: Any, view: KVView, k: Tensor, v: Tensor) -> None:
         loc = self._loc(step, forward_batch)
         count = loc.loc.shape[0]
         require(
             count >= k.shape[0], f"out_cache_loc: expected a write slot for each of {k.shape[0]} tokens, got {count}"
         )
+        _check_own(_own_slots(layer, loc), view, layer)
         self.runner.store(layer, loc, k, v, mask=write_mask_of(forward_batch))
 
     def _rows(self, layer: Any, q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -469,9 +481,20 @@ class TritonAttnBackend:
 
     def _read(self, step: Step, layer: Any, forward_batch: Any, q: Tensor, view: KVView) -> tuple[Tensor, Tensor]:
         """Return what the pool holds for the new tokens."""
-        loc = self._loc(step, forward_batch)
-        own = loc.swa_loc if is_sliding(layer) and loc.swa_loc is not None else loc.full_loc
-        return read_back(view, (loc.loc if own is None else own).long(), q.dtype)
+        own = _own_slots(layer, self._loc(step, forward_batch))
+        _check_own(own, view, layer)
+        return read_back(view, own.long(), q.dtype)
+
+
+def _own_slots(layer: Any, loc: KVWriteLoc) -> Tensor:
+    """Return the slots of new tokens in a layer's own storage."""
+    own = loc.swa_loc if is_sliding(layer) and loc.swa_loc is not None else loc.full_loc
+    return loc.loc if own is None else own
+
+
+def _check_own(slots: Tensor, view: KVView, layer: Any) -> None:
+    """Raise ValueError, on a CPU, where new tokens have slots that a layer's storage has not."""
+    check_members("out_cache_loc", slots, count=view.num_slots, of=f"slots of layer {layer.layer_id}")
 
 
 def _heads(name: str, x: Tensor, heads: int, dim: int) -> Tensor:

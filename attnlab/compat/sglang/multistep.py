@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlab.checks import positive, require
+from attnlab.compat.sglang import values
 from attnlab.compat.sglang.adapt import Given, read
 from attnlab.compat.sglang.backend import TritonAttnBackend
 from attnlab.compat.sglang.drafts import (
@@ -199,12 +200,14 @@ class TritonMultiStepDraftBackend:
             backend.init_draft_step(given, draft, graph=graph, in_capture=in_capture)
 
     def _check_columns(self, given: Given) -> None:
-        """Raise ValueError where the host knows of drafts that would lie beyond the table's columns.
+        """Raise ValueError where the host knows, or sees, of drafts that would lie beyond the table's columns.
 
         Of two requests the shorter one may end further out: with pages, room grows with what a page's last has left.
         """
         width, room = self.req_to_token.shape[1], {"topk": self.topk, "steps": self.speculative_num_steps}
-        for cached in {n for n in given.known_lens or () if n}:
+        lens = given.lens[: given.reqs]
+        seen = lens.tolist() if values.readable(lens) else ()
+        for cached in {n for n in (*(given.known_lens or ()), *seen) if n > 0}:
             ends = cached + draft_room(cached, **room, page_size=self.page_size)
             require(
                 ends <= width,

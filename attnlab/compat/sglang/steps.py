@@ -17,6 +17,7 @@ from attnlab.compat.sglang.lists import ListMaker, Lists, padded, translate
 from attnlab.compat.sglang.memory import Memory
 from attnlab.compat.sglang.metadata import Draft, ForwardMetadata, Reads, Step
 from attnlab.compat.sglang.splitting import Splitting
+from attnlab.compat.sglang.values import check_members, check_offsets
 from attnlab.engines import Engine
 from attnlab.mask import CAUSAL, CustomMask
 from attnlab.plan.index import KVIndex
@@ -67,6 +68,7 @@ class StepMaker:
         self._check_columns(given)
         _check_count("req_pool_indices", given.rows, given.reqs)
         _check_count("seq_lens", given.lens, given.reqs)
+        self._check_numbers(given)
         if is_draft:
             return
         tokens = reqs
@@ -99,6 +101,13 @@ class StepMaker:
             )
         return positive("draft_token_num", each)
 
+    def _check_numbers(self, given: Given) -> None:
+        """Raise ValueError, on a CPU, where rows or lengths are none of the table's."""
+        table, lens = self.runner.table, given.lens[: given.reqs]
+        rows, columns = given.rows[: given.reqs], table.shape[1]
+        check_members("req_pool_indices", rows, count=table.shape[0], of="rows of req_to_token", live=lens > 0)
+        check_members("seq_lens", lens, count=columns + 1, of="lengths that req_to_token has columns for")
+
     def _check_lists(self, given: Given, reqs: int) -> None:
         """Raise ValueError where lists that a batch brings cannot be read, or are more than were captured."""
         if given.lists is None:
@@ -114,6 +123,8 @@ class StepMaker:
             count % max(given.reqs, 1) == 0 and (count > 0) == (given.reqs > 0),
             f"spec_info.kv_indptr: expected as many lists for each of {given.reqs} requests, got {count}",
         )
+        indptr, slots = given.lists
+        check_offsets("spec_info.kv_indptr", indptr, end=slots.shape[0], of="spec_info.kv_indices")
 
     def _check_mask(self, given: Given, memory: Memory, each: int) -> None:
         """Raise ValueError where a mask has fewer bytes than its requests are known to need."""
@@ -153,8 +164,10 @@ class StepMaker:
             if known is not None:
                 _check_count("extend_seq_lens", known, given.reqs)
             return reqs * self.each(given)
+        columns = self.runner.table.shape[1]
         for name, lens in zip(("extend_prefix_lens", "extend_seq_lens"), _cached_and_new(given), strict=True):
             _check_count(name, lens, given.reqs)
+            check_members(name, lens[: given.reqs], count=columns + 1, of="lengths that req_to_token has columns for")
         check_known("extend_prefix_lens_cpu", given.known_prefix, given.reqs)
         check_known("extend_seq_lens_cpu", given.known_new, given.reqs)
         return _tokens(given)
