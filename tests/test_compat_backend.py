@@ -408,9 +408,12 @@ def test_scales_divide_what_is_stored_and_multiply_what_is_read() -> None:
         world.check(world.run(batch, 4), requests, [1] * 4)
 
 
-def test_an_idle_batch_gives_rows_of_zeros() -> None:
-    world, _ = filled()
+@pytest.mark.parametrize("brings_lists", [True, False])
+def test_an_idle_batch_gives_rows_of_zeros(brings_lists: bool) -> None:
+    world, requests = filled()
     batch = world.batch("decode", [], [])
+    if brings_lists:  # of the step before
+        batch.spec_info = with_lists(world, requests).spec_info
     world.backend.init_forward_metadata(batch)
     q = world.drawn(2, 4, 16)
     assert world.backend.forward(q, None, None, world.layers[0], batch).tolist() == [[0.0] * 64] * 2

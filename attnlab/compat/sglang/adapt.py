@@ -241,8 +241,9 @@ class Given:
     @property
     def own_lists(self) -> int:
         """The lists of a step: those that a decode's batch brings, or one a request."""
-        has_lists = self.mode == "decode" and self.lists is not None
-        return self.lists[0].shape[0] - 1 if has_lists and self.lists is not None else self.reqs
+        if self.mode != "decode" or self.lists is None:
+            return self.reqs
+        return self.lists[0].shape[0] - 1
 
     @property
     def prefix_total(self) -> int | None:

@@ -120,7 +120,7 @@ class StepMaker:
         count = given.own_lists
         require(count <= reqs, f"spec_info.kv_indptr: {count} lists, the step was captured with {reqs}")
         require(
-            count % max(given.reqs, 1) == 0 and (count > 0) == (given.reqs > 0),
+            given.reqs == 0 or (count > 0 and count % given.reqs == 0),
             f"spec_info.kv_indptr: expected as many lists for each of {given.reqs} requests, got {count}",
         )
         indptr, slots = given.lists
