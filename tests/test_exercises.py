@@ -16,8 +16,8 @@ from attnlab.eager import oracle
 from attnlab.inspect.exercises import check_exercise, lesson_06_decode_kernel
 from attnlab.inspect.exercises.registry import Wrong, ask, exercises
 from attnlab.inspect.exercises.toy import toy
-from attnlab.kernels.core import finite_or_zero
 from attnlab.inspect.record import Scores
+from attnlab.kernels.core import finite_or_zero
 from attnlab.mods import jit, tl
 from attnlab.plan.index import KVIndex
 from attnlab.plan.policy import HostPolicy

@@ -9,8 +9,8 @@ import torch
 from einops import einsum, rearrange
 
 import attnlab
-from attnlab.kernels.core import finite_or_zero
 from attnlab import Scores
+from attnlab.kernels.core import finite_or_zero
 from attnlab.mods import jit, tl
 from attnlab.mods.registry import register_score_mod
 from attnlab.plan.index import KVIndex
@@ -146,6 +146,8 @@ def quarter(lens, ctx):
     even = sum(lens) * ctx.kv_heads / ctx.multiprocessors
     size = max(32, math.ceil(even / 4))
     return [[(at, min(at + size, n)) for at in range(0, n, size)] for n in lens]
+
+
 # %% 06-1
 # Two tiles of 16 rows and 32 columns. A group has 24 / 4 = 6 heads, and the range 44 keys.
 answer_06_1 = [16 * 64, 6 * 44]
@@ -159,11 +161,7 @@ def head_of(kv_head, tile, row, group):
 
 
 # %% 06-3
-import triton  # noqa: E402  (attnlab comes first: it decides whether kernels are interpreted)
-import triton.language as tl  # noqa: E402
-
-
-@triton.jit
+@jit
 def merge(indptr_ptr, max_ptr, sum_ptr, acc_ptr, out_ptr):
     """Merge the partials of row `tl.program_id(0)`, and store its output."""
     row, dims = tl.program_id(0), tl.arange(0, 16)
