@@ -73,8 +73,8 @@ class Graph:
     """A captured step. `plan(batch)` fills its plan for a step, `replay(plan)` runs it; `run` does both.
 
     A plan is good until the next one is made: all lie in the same memory. So do results, which are cut to the live
-    rows: copy what is to be kept. `inputs` are the fixed tensors, which may be filled in place; `mask` the bits. All of
-    it belongs to one stream: what is filled on another may be overwritten while a replay still reads it.
+    rows: copy what is to be kept. `inputs` are the fixed tensors, which may be filled in place, and so may `mask`.
+    All of it belongs to one stream: what is filled on another may be overwritten while a replay still reads it.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Graph:
 
     @property
     def mask(self) -> Tensor | None:
-        """The bits that the graph reads, uint8, to be filled in place; None where it was captured without a mask."""
+        """The entries that the graph reads, uint8, to be filled in place; None where it was captured without a mask."""
         mask = self.batch.mask if isinstance(self.batch, ExtendBatch | VerifyBatch) else None
         return mask.bits if isinstance(mask, CustomMask) else None
 

@@ -111,13 +111,13 @@ def check_room(memory: AnyBatch, given: AnyBatch) -> None:
         room, live = there.shape[0], here.shape[0]
         require(live <= room, f"{name}: expected at most the {room:,} entries that were captured, got {live:,}")
         askew = name == "mask" and _shares(there, here) and there.data_ptr() != here.data_ptr()
-        require(not askew, "mask: lies in the graph's own bits, but not at their beginning; fill them from the front")
+        require(not askew, "mask: lies in the graph's own memory, but not at their beginning; fill them from the front")
 
 
 def refill_batch(memory: AnyBatch, given: AnyBatch) -> None:
     """Copy a step's batch, which fits, to the front of the memory; all rows behind it become padding.
 
-    Bits of a mask that were written in place are not copied, and what lies behind a mask's bits stays: nobody reads it.
+    Entries of a mask that were written in place are not copied, and what lies behind them stays: nobody reads it.
     """
     for name, there, here in _pairs(memory, given):
         live = here.shape[0]
@@ -142,7 +142,7 @@ def _shares(a: Tensor, b: Tensor) -> bool:
 def padded_on_host(memory: AnyBatch, given: AnyBatch) -> AnyBatch:
     """Return the batch with its padded rows, of lengths that the host knows, as a policy in plain Python needs them.
 
-    It lies in memory of its own, so that a plan that is refused has changed nothing; but for a mask's bits, of which
+    It lies in memory of its own, so that a plan that is refused has changed nothing; but for a mask's entries, of which
     planning looks at the number alone.
     """
     changes: dict[str, Any] = {}
@@ -163,7 +163,7 @@ def padded_on_host(memory: AnyBatch, given: AnyBatch) -> AnyBatch:
 
 
 def _bits(batch: AnyBatch) -> int:
-    """Return the bits of a batch's mask; of lengths that the host knows, where it brings none."""
+    """Return how many entries a batch's mask has; of lengths that the host knows, where it brings none."""
     if not isinstance(batch, ExtendBatch | VerifyBatch):
         return 0
     if isinstance(batch.mask, CustomMask):

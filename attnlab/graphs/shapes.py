@@ -339,16 +339,18 @@ def check_mask(mask: Mask, prefix: Lens, new: Lens, *, masked: bool) -> None:
         return
     bits = mask.bits.shape[0]
     least = sum(n * (p + n) for p, n in zip(prefix.least_each, new.least_each, strict=True))
-    require(bits >= least, f"mask: expected at least {least:,} bits, as the lengths are known to need, got {bits:,}")
-    require(masked, f"mask: got {bits:,} bits, the graph was captured for 0, without a mask; capture with masked=True")
+    require(bits >= least, f"mask: expected at least {least:,} entries, as the lengths are known to need, got {bits:,}")
+    require(
+        masked, f"mask: got {bits:,} entries, the graph was captured for 0, without a mask; capture with masked=True"
+    )
     require(
         not mask.cached_visible,
-        "mask: speaks of new keys alone (cached_visible), the graph reads its bits of cached keys too; set these to 1 "
-        "and cached_visible to False",
+        "mask: speaks of new keys alone (cached_visible), the graph reads its entries of cached keys too; set "
+        "these to 1 and cached_visible to False",
     )
 
 
 def room_for_mask(prefix: Lens, new: Lens) -> CustomMask:
-    """Return the memory of the largest mask: every request's `new x (prefix + new)` bits."""
+    """Return the memory of the largest mask: every request's `new x (prefix + new)` entries, a byte each."""
     bits = new.bound_max * (prefix.bound_total + new.bound_total)
     return CustomMask(bits=torch.zeros(bits, dtype=torch.uint8, device=prefix.device.device))

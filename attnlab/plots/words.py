@@ -13,10 +13,13 @@ ROUNDING = 1e-5
 def plural(count: int, noun: str) -> str:
     """Return the count with its noun.
 
-    >>> plural(1, "key"), plural(15776, "key")
-    ('1 key', '15,776 keys')
+    >>> plural(1, "key"), plural(15776, "key"), plural(2, "entry")
+    ('1 key', '15,776 keys', '2 entries')
     """
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    if count == 1:
+        return f"{count:,} {noun}"
+    is_ies = noun.endswith("y") and noun[-2:-1] not in "aeiou"
+    return f"{count:,} {noun[:-1]}ies" if is_ies else f"{count:,} {noun}s"
 
 
 def everything(keys: int) -> str:
