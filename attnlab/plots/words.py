@@ -22,6 +22,15 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun[:-1]}ies" if is_ies else f"{count:,} {noun}s"
 
 
+def among(request: int, requests: int, words: str) -> str:
+    """Return what is said of a request, with its name where it is one of several.
+
+    >>> among(1, 2, "Each draft sees all"), among(0, 1, "Each draft sees all")
+    ('Request r1, one of 2. Each draft sees all', 'Each draft sees all')
+    """
+    return words if requests == 1 else f"Request r{request}, one of {requests:,}. {words}"
+
+
 def everything(keys: int) -> str:
     """Return words for all of some keys.
 
