@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -532,6 +533,30 @@ def test_arguments_of_another_kind_are_named() -> None:
         graphs.capture(rerun=True, **{**good, "inputs": {"batch": torch.zeros(1)}})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"plan: expected one that graph.plan\(batch\) made, got NoneType"):
         graph.replay(None)  # type: ignore[arg-type]
+
+
+class Twice:
+    def __call__(self, plan: object, q: Tensor, *, scale: float = 2.0) -> Tensor:
+        return q * scale
+
+
+@pytest.mark.parametrize(
+    "step", [lambda plan, q: q, Twice(), Twice().__call__, partial(lambda scale, plan, q: scale * q, 2.0)]
+)
+def test_inputs_that_a_step_does_not_take_are_found_at_capture(step: graphs.Step) -> None:
+    server = Server("plain", engine=ENGINE, policy="seed", device=DEVICE, modes=[])
+    for names, match in (
+        ("k", r"inputs: step takes \(plan, q.*\), called with the plan and k: "),
+        (
+            "qk",
+            r"called with the plan and q, k: got an unexpected keyword argument 'k'; give the inputs the names that",
+        ),
+        ("", "called with the plan and no input: missing a required argument: 'q'"),
+    ):
+        inputs = {name: torch.zeros(1, 2, device=DEVICE) for name in names}
+        with pytest.raises(TypeError, match=match):
+            graphs.capture(server.backend, step, graphs.DecodeShape(requests=1), inputs=inputs, rerun=True)
+    graphs.capture(server.backend, step, graphs.DecodeShape(requests=1), inputs={"q": torch.zeros(1, 2)}, rerun=True)
 
 
 def test_a_shapes_longest_counts_new_tokens() -> None:
