@@ -284,7 +284,9 @@ def test_more_tokens_than_columns_write_nothing() -> None:
     row = t.admit()
     t.append(row, torch.tensor([1, 2, 3, 4]))
     before = t.slots.clone()
-    with pytest.raises(ValueError, match="request 0 would hold 5 tokens, the table has 4 columns"):
+    with pytest.raises(
+        ValueError, match="request 0 would hold 5 tokens, the table has 4 columns; build it with a larger max_context"
+    ):
         t.append(row, torch.tensor([5]))
     assert torch.equal(t.slots, before) and t.length(row) == 4
 
