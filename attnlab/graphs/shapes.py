@@ -112,7 +112,10 @@ class Shape(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeShape(Shape):
-    """A decode step: one query token a request.
+    """A decode step: one query token a request, of at most `requests` requests.
+
+    None has more than `longest` tokens, the new one included; None, which is the default, stands for the longest that
+    the backend's table and model hold.
 
     >>> DecodeShape(requests=64, longest=8192).tokens
     64
@@ -145,7 +148,8 @@ class DecodeShape(Shape):
 class ExtendShape(Shape):
     """An extend of up to `new` tokens a request, such as a draft model's pass over the tokens that were accepted.
 
-    `masked`: whether steps bring a mask; where one does not, a causal one is written.
+    `requests` and `longest` are as in a DecodeShape: `longest` counts the new tokens too. `masked`: whether steps bring
+    a mask; where one does not, a causal one is written.
 
     >>> ExtendShape(requests=8, new=4).tokens
     32
@@ -195,6 +199,8 @@ class ExtendShape(Shape):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyShape(Shape):
     """A verify of exactly `drafts` drafts a request: chains, or with `masked` trees too.
+
+    `requests` and `longest` are as in a DecodeShape: `longest` counts the drafts too.
 
     >>> VerifyShape(requests=8, drafts=5, masked=True).tokens
     40
@@ -266,7 +272,8 @@ class DraftShape(Shape):
     """All steps of a draft: `topk` branches of `steps` tokens go on from every request.
 
     The captured step takes a DraftPlan. Its inputs have a row for every branch; what differs from step to step, such as
-    the queries of a later one, it makes itself.
+    the queries of a later one, it makes itself. `requests` and `longest` are as in a DecodeShape: `longest` counts the
+    drafts of one branch too.
 
     >>> DraftShape(requests=8, topk=4, steps=3).tokens
     32
