@@ -222,6 +222,15 @@ def test_columns_are_laid_out_once_and_in_order(cached: int, topk: int, steps: i
             column = view.column_of(branch, draft)
             assert len(columns.spans(column, column + 1)) == 1
     assert columns.spans(0, cached)[-1][1] == pytest.approx(columns.frame(-1)[1])
+    pages = range(max(0, parts[0].end // page * page), parts[-1].end, page)
+    assert all(len(columns.spans(first, first + page)) <= 1 for first in pages)  # no gap that looks like a slot
+
+
+@pytest.mark.parametrize(("topk", "row"), [(3, "branch of a draft"), (1, "request")])
+def test_the_schedule_of_a_step_has_a_row_for_every_branch(topk: int, row: str) -> None:
+    picture = show(bench(topk=topk).plan().steps[1])
+    assert f"Each row is one {row}, each block" in picture.to_svg()
+    assert ("12 branches of " if topk > 1 else "4 requests of ") in picture.alt
 
 
 def test_a_plan_is_shown_for_its_first_request_in_a_layer_with_a_window() -> None:

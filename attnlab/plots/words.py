@@ -13,13 +13,14 @@ ROUNDING = 1e-5
 def plural(count: int, noun: str) -> str:
     """Return the count with its noun.
 
-    >>> plural(1, "key"), plural(15776, "key"), plural(2, "entry")
-    ('1 key', '15,776 keys', '2 entries')
+    >>> plural(1, "key"), plural(15776, "key"), plural(2, "entry"), plural(4, "branch")
+    ('1 key', '15,776 keys', '2 entries', '4 branches')
     """
     if count == 1:
         return f"{count:,} {noun}"
-    is_ies = noun.endswith("y") and noun[-2:-1] not in "aeiou"
-    return f"{count:,} {noun[:-1]}ies" if is_ies else f"{count:,} {noun}s"
+    if noun.endswith("y") and noun[-2:-1] not in "aeiou":
+        return f"{count:,} {noun[:-1]}ies"
+    return f"{count:,} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def among(request: int, requests: int, words: str) -> str:
