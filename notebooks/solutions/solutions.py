@@ -143,6 +143,8 @@ def quarter(lens, ctx):
     even = sum(lens) * ctx.kv_heads / ctx.multiprocessors
     size = max(32, math.ceil(even / 4))
     return [[(at, min(at + size, n)) for at in range(0, n, size)] for n in lens]
+
+
 # %% 06-1
 # Two tiles of 16 rows and 32 columns. A group has 24 / 4 = 6 heads, and the range 44 keys.
 answer_06_1 = [16 * 64, 6 * 44]
@@ -262,7 +264,7 @@ def attend_latent(q_nope, q_rope, rows, w_uk, w_uv, scale):
 
 
 # %% 14-1
-# Four requests have 3 rows of 97 + 3 bits each. The one has 3 rows of 20 + 3, and 3 of the 4 x 3 rows of an input.
+# Four requests have 3 rows of 97 + 3 entries each. The one has 3 rows of 20 + 3, and 3 of the 4 x 3 rows of an input.
 answer_14_1 = [1200, 69, 9]
 
 # %% 14-2

@@ -286,7 +286,7 @@ class StepMaker:
             least = each * ((given.total or 0) + given.reqs * each)
             require(
                 bits.shape[0] >= least,
-                f"custom_mask: expected at least {least:,} bytes, drafts x (cached + drafts) of each request, got "
+                f"custom_mask: expected at least {least:,} entries, drafts x (cached + drafts) of each request, got "
                 f"{bits.shape[0]:,}",
             )
             return bits
