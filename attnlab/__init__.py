@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attnlab import _boot as _boot  # decides how kernels run, before anything imports Triton
 
 if TYPE_CHECKING:
+    from attnlab import graphs as graphs
     from attnlab.backend import AttentionBackend as AttentionBackend
     from attnlab.batch import DecodeBatch as DecodeBatch
     from attnlab.batch import DeviceLens as DeviceLens
@@ -100,15 +101,21 @@ _HOME = {
     "AttentionBackend": "backend",
 }
 
+_PACKAGES = ("graphs",)
+"""Packages among the public names."""
+
 _FILLED_BY = {"split_policies": "plan.policies"}
 """Registries, and the package that fills them when it is imported."""
 
-__all__ = ["__version__", *_HOME]
+__all__ = ["__version__", *_HOME, *_PACKAGES]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"attnlab.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module 'attnlab' has no attribute {name!r}; its names are {', '.join(_HOME)}")
+        known = ", ".join([*_HOME, *_PACKAGES])
+        raise AttributeError(f"module 'attnlab' has no attribute {name!r}; its names are {known}")
     if name in _FILLED_BY:
         import_module(f"attnlab.{_FILLED_BY[name]}")
     return getattr(import_module(f"attnlab.{_HOME[name]}"), name)

@@ -98,6 +98,8 @@ class AttentionBackend:
             ops=self.engine.ops,
             multiprocessors=multiprocessors,
             one_pass=deterministic,
+            max_requests=max_requests,
+            max_tokens=max_tokens,
         )
         require(
             not deterministic or self.policy.batch_invariant,

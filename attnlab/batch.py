@@ -323,7 +323,8 @@ class VerifyBatch:
         pairs = sum(n * (p + n) for p, n in zip(cached.values, drafts.values, strict=False))
         require(
             pairs <= MAX_LEN,
-            f"parents: their mask would have {pairs:,} bits, expected at most {MAX_LEN:,}; verify fewer drafts at once",
+            f"parents: their mask would have {pairs:,} entries, expected at most {MAX_LEN:,}; verify fewer "
+            "drafts at once",
         )
         return cls(
             rows=_host_rows(rows),
@@ -461,7 +462,7 @@ def _copies(parts: Batch | DraftBatch | Encoder) -> dict[str, Any]:
 
 
 def _check_mask(mask: Mask, prefix: Lens, new: Lens) -> None:
-    """Raise unless a custom mask lies beside the lengths and, where the host knows these, has a bit for every pair."""
+    """Raise unless a custom mask lies beside the lengths and, where the host knows these, has an entry a pair."""
     if not isinstance(mask, CustomMask):
         require(isinstance(mask, Causal), f"mask: expected Causal() or a CustomMask, got {mask!r}", TypeError)
         return
@@ -471,8 +472,8 @@ def _check_mask(mask: Mask, prefix: Lens, new: Lens) -> None:
         pairs = sum(n * (p + n) for p, n in zip(prefix.values, new.values, strict=True))
         require(
             mask.bits.shape[0] == pairs,
-            f"mask: expected {pairs:,} bits, the sum of new x (cached + new) over cached {list(prefix.values[:8])} and "
-            f"new {list(new.values[:8])}, got {mask.bits.shape[0]:,}",
+            f"mask: expected {pairs:,} entries, the sum of new x (cached + new) over cached {list(prefix.values[:8])} "
+            f"and new {list(new.values[:8])}, got {mask.bits.shape[0]:,}",
         )
 
 

@@ -1,4 +1,4 @@
-"""Which of a step's new tokens see which: causal, or bit by bit.
+"""Which of a step's new tokens see which: causal, or pair by pair.
 
 A mask speaks of every (new token, key) pair, cached keys included. Windows and chunks apply on top of it.
 """
@@ -25,10 +25,10 @@ CAUSAL = Causal()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CustomMask:
-    """One byte for every pair, flat: request after request, row-major `new x (cached + new)`; 0 hides the key.
+    """An entry, one byte, a pair, flat: request after request, row-major `new x (cached + new)`; 0 hides the key.
 
     It alone decides, of cached keys too; `cached_visible`: of new keys alone, every cached one is seen whatever its
-    byte says, which then goes unread. Source: the tree attention of SpecInfer (Miao et al., 2024) and EAGLE.
+    entry says, which then goes unread. Source: the tree attention of SpecInfer (Miao et al., 2024) and EAGLE.
 
     >>> CustomMask.of_trees([[-1, 0, 0]], cached=[2], device="cpu").bits.view(3, 5).tolist()
     [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 0, 1]]
@@ -64,7 +64,7 @@ class CustomMask:
         return cls(bits=cls.of(rows).bits.to(device, non_blocking=True))
 
     def rows_of(self, at: int, *, new: int, cached: int) -> Bool[Tensor, "new keys"]:
-        """Return what a request's new tokens see; its bytes begin at `at`."""
+        """Return what a request's new tokens see; its entries begin at `at`."""
         seen = self.bits[at : at + new * (cached + new)].view(new, cached + new) != 0
         if self.cached_visible:
             seen[:, :cached] = True
@@ -104,5 +104,5 @@ def _checked(parents: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def mask_offsets(new: Int[Tensor, " reqs"], keys: Int[Tensor, " reqs"]) -> Int[Tensor, " reqs_1"]:
-    """Return where each request's bits begin, and the end: int64 `[0, new[0] x keys[0], ...]`, on their device."""
+    """Return where each request's entries begin, and the end: int64 `[0, new[0] x keys[0], ...]`, on their device."""
     return torch.nn.functional.pad((new.long() * keys.long()).cumsum(0), (1, 0))

@@ -264,6 +264,15 @@ class ModelSpec:
             mla,
         )
 
+    @staticmethod
+    def names() -> list[str]:
+        """Return the names of the models that `load` knows, in the order of `data/models.json`.
+
+        >>> [name for name in ModelSpec.names() if "gpt-oss" in name]
+        ['gpt-oss-120b', 'gpt-oss-20b']
+        """
+        return [row["name"] for row in load_json("models.json", "models")]
+
     @classmethod
     def load(
         cls,
@@ -284,7 +293,7 @@ class ModelSpec:
         if name not in rows:
             close = difflib.get_close_matches(str(name), rows, n=3, cutoff=0.3)
             hint = f"did you mean {' or '.join(close)}? " if close else ""
-            raise ValueError(f"model: got {name!r}; {hint}data/models.json has {', '.join(rows)}")
+            raise ValueError(f"model: got {name!r}; {hint}attnlab.ModelSpec.names() lists all {len(rows)}")
         row = _filled(rows[name], facts)
         context = context_len if context_len is not None else _known(row, "context", hint="pass context_len")
         pattern = _known(row, "pattern")

@@ -770,7 +770,7 @@ def test_a_mask_too_short_is_refused(known: bool) -> None:
         batch.seq_lens_sum = batch.seq_lens_cpu = None
     least = 3 * (sum(LENS) * known + 4 * 3)
     batch.spec_info.custom_mask = batch.spec_info.custom_mask[: least - 1]
-    with pytest.raises(ValueError, match=f"custom_mask: expected at least {least} bytes, .* got {least - 1}"):
+    with pytest.raises(ValueError, match=f"custom_mask: expected at least {least} entries, .* got {least - 1}"):
         world.backend.init_forward_metadata(batch)
 
 

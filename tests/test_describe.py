@@ -314,7 +314,7 @@ def test_a_mask_of_new_keys_alone_is_told_as_what_is_seen():
     assert keys[0] == keys[1]
     steps = [Step.of(plan, request=0, layer=1) for plan in (told, tree)]
     assert (steps[0].bits == steps[1].bits).all()
-    assert "a mask of 21 bits among new tokens" in str(describe(told))
+    assert "a mask of 21 entries among new tokens" in str(describe(told))
 
 
 def test_texts_are_of_the_drafts_or_of_all_keys():

@@ -530,10 +530,30 @@ def test_scratch_of_the_size_that_the_error_asks_for_is_enough(
     words = str(error.value)
     counts = f"batch: {len(lens)} requests x {topk} branches are {len(lens) * topk} rows of a decode and may need"
     assert words.startswith(counts)
-    sizes = re.search(r"max_requests of at least ([\d,]+) and max_tokens of at least ([\d,]+)", words)
-    assert sizes is not None
-    requests, tokens = (int(size.replace(",", "")) for size in sizes.groups())
-    bench.backend(max_requests=requests, max_tokens=max(1, tokens)).plan(bench.batch())
+    asked = {name: int(size.replace(",", "")) for name, size in re.findall(r"(max_\w+) of at least ([\d,]+)", words)}
+    assert asked["max_requests"] == len(lens) * topk and asked.get("max_tokens", 2) > 1
+    bench.backend(**{"max_tokens": 1, **asked}).plan(bench.batch())
+
+
+@pytest.mark.parametrize(
+    ("policy", "built", "words"),
+    [
+        (
+            Tile(tile=8),
+            {"max_requests": 4, "max_tokens": 30},
+            "build the backend with max_tokens of at least 84, as every",
+        ),
+        (
+            "static",
+            {"max_requests": 1, "max_tokens": 99},
+            "build the backend with max_requests of at least 4, as every",
+        ),
+    ],
+)
+def test_the_error_about_scratch_names_what_lacks_alone(policy: Any, built: dict[str, int], words: str) -> None:
+    bench = Bench([20, 20], topk=2, steps=2, policy=policy)
+    with pytest.raises(ValueError, match=words):
+        bench.backend(**built).plan(bench.batch())
 
 
 def test_a_draft_plan_is_not_decoded_as_a_whole() -> None:

@@ -136,7 +136,8 @@ def test_what_is_no_tree_over_the_text_is_refused(given: dict[str, object], mess
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        ([0, 1, 1], "order: expected each of 3 drafts once"),
+        ([0, 1, 1], "order: expected each of the drafts 0 to 2 once; missing: 2; more than once: 1$"),
+        ([0, 1, 2, 3], "order: expected each of the drafts 0 to 2 once; no draft: 3$"),
         ([0, 2, 1], r"order: draft \[2\] comes before the one that it follows"),
     ],
 )

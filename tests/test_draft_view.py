@@ -92,7 +92,7 @@ def test_a_slot_of_a_sibling_is_found_out() -> None:
     strange = [read for read in view.reads if read.strays]
     assert [(read.branch, read.step, read.drafts) for read in strange] == [(1, 1, (0,))]
     picture = show(view)
-    assert picture.title == "Branch 1 reads 1 slot in step 1 that is not its own, nor its request’s"
+    assert picture.title.endswith("Branch 1 reads 1 slot in step 1 that is not its own, nor its request’s")
     assert "13 + 1 + 1" in picture.to_svg() and not faults(picture.figure())
 
 
@@ -192,7 +192,8 @@ def test_a_picture_of_a_draft_stands_alone(name: str) -> None:
     ],
 )
 def test_titles_of_particular_drafts(name: str, title: str) -> None:
-    assert picture_of(name).title == title
+    lead = "" if name in ("padded", "one draft", "no request") else "Request r0, one of 3. "
+    assert picture_of(name).title == (lead.replace("r0", "r3") if name == "one key" else lead) + title
 
 
 @settings(max_examples=20)
@@ -221,11 +222,20 @@ def test_columns_are_laid_out_once_and_in_order(cached: int, topk: int, steps: i
             column = view.column_of(branch, draft)
             assert len(columns.spans(column, column + 1)) == 1
     assert columns.spans(0, cached)[-1][1] == pytest.approx(columns.frame(-1)[1])
+    pages = range(max(0, parts[0].end // page * page), parts[-1].end, page)
+    assert all(len(columns.spans(first, first + page)) <= 1 for first in pages)  # no gap that looks like a slot
+
+
+@pytest.mark.parametrize(("topk", "row"), [(3, "branch of a draft"), (1, "request")])
+def test_the_schedule_of_a_step_has_a_row_for_every_branch(topk: int, row: str) -> None:
+    picture = show(bench(topk=topk).plan().steps[1])
+    assert f"Each row is one {row}, each block" in picture.to_svg()
+    assert ("12 branches of " if topk > 1 else "4 requests of ") in picture.alt
 
 
 def test_a_plan_is_shown_for_its_first_request_in_a_layer_with_a_window() -> None:
     assert "request r1 in the order of its table" in picture_of("first is padded").to_svg()
-    assert picture_of("plan").title.startswith("Window 8: ")
+    assert picture_of("plan").title.startswith("Request r0, one of 3. Window 8: ")
 
 
 def test_marks_are_explained_where_they_occur() -> None:
@@ -247,5 +257,5 @@ def test_a_picture_shows_one_request() -> None:
     view = DraftView.of(bench().plan(), request=0, layer=1)
     with pytest.raises(ValueError, match="the branches of 1 request, got 2"):
         show(view, view)
-    with pytest.raises(ValueError, match="a DraftView is of one request and layer already"):
+    with pytest.raises(TypeError, match="a picture of DraftView has the options theme; got layer"):
         show(view, layer=0)

@@ -144,7 +144,7 @@ def test_an_unknown_engine_or_policy_is_answered_with_the_known_ones() -> None:
         attnlab.workbench("SmolLM2-135M", lens=[4], policy="seed", engine="cuda")
     with pytest.raises(ValueError, match="policy: expected one of .*seed.*static.*tile.*, got 'best'"):
         attnlab.workbench("SmolLM2-135M", lens=[4], policy="best", engine="eager")
-    with pytest.raises(ValueError, match="model: got 'GPT-5'; did you mean .*data/models.json has SmolLM2-135M"):
+    with pytest.raises(ValueError, match="model: got 'GPT-5'; did you mean .*attnlab.ModelSpec.names"):
         attnlab.workbench("GPT-5", lens=[4], policy="seed", engine="eager")
 
 

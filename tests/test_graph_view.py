@@ -133,7 +133,7 @@ def test_ranges_segments_and_programs_are_those_of_the_schedule() -> None:
     assert buffer(graph, "programs", owner).capacity == lane.schedule.programs  # type: ignore[union-attr]
 
 
-def test_bits_of_a_larger_mask_are_left_over_and_never_read() -> None:
+def test_entries_of_a_larger_mask_are_left_over_and_never_read() -> None:
     server, graph = stepped("tree", 8)
     most = buffer(graph, "mask").live
     last = int(graph.mask.nonzero().max()) + 1  # type: ignore[union-attr]
@@ -141,6 +141,7 @@ def test_bits_of_a_larger_mask_are_left_over_and_never_read() -> None:
     mask = buffer(graph, "mask")
     assert mask.stale == ((mask.live, last),) and mask.live < last <= most and not mask.read
     assert GraphView.of(graph).faults == ()
+    assert mask.nbytes == mask.capacity and f"of {mask.capacity:,} entries" in show(graph).alt  # a byte each
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -197,7 +198,7 @@ def test_a_mask_may_be_filled_in_place() -> None:
     for got, want in zip(graph.run(in_place, **inputs), wanted, strict=True):
         assert torch.equal(got, want)
     assert graph.mask[bits:].eq(7).all()  # nobody wrote behind the bits, nobody read them
-    with pytest.raises(ValueError, match="mask: lies in the graph's own bits, but not at their beginning"):
+    with pytest.raises(ValueError, match="mask: lies in the graph's own memory, but not at their beginning"):
         graph.plan(replace(batch, mask=CustomMask(bits=graph.mask[1 : bits + 1])))
 
 
@@ -267,7 +268,7 @@ def test_more_new_tokens_than_captured_are_refused() -> None:
 def test_a_mask_where_none_was_captured_is_refused() -> None:
     server, graph = captured("verify")
     batch = tree_batch(server, two(server))
-    with pytest.raises(ValueError, match="mask: got 42 bits, the graph was captured for 0, without a mask"):
+    with pytest.raises(ValueError, match="mask: got 42 entries, the graph was captured for 0, without a mask"):
         graph.plan(batch)
     with pytest.raises(ValueError, match="its drafts do not stand one behind the other"):
         graph.plan(replace(batch, mask=CAUSAL))
@@ -276,7 +277,7 @@ def test_a_mask_where_none_was_captured_is_refused() -> None:
 def test_a_mask_of_new_keys_alone_is_refused() -> None:
     server, graph = captured("tree")
     batch = tree_batch(server, two(server))
-    with pytest.raises(ValueError, match="mask: speaks of new keys alone .* the graph reads its bits of cached"):
+    with pytest.raises(ValueError, match="mask: speaks of new keys alone .* the graph reads its entries of cached"):
         graph.plan(replace(batch, mask=replace(batch.mask, cached_visible=True)))
 
 
@@ -427,7 +428,7 @@ def test_a_refused_mask_leaves_the_plan_before_it_as_it_was() -> None:
             replace(batch, prefix=loose, mask=CustomMask(bits=torch.ones(10**5, dtype=torch.uint8, device=DEVICE)))
         )
     with pytest.raises(
-        ValueError, match=f"mask: expected at least {bits} bits, as the lengths are known to need, got 5"
+        ValueError, match=f"mask: expected at least {bits} entries, as the lengths are known to need, got 5"
     ):
         graph.plan(replace(batch, prefix=loose, mask=CustomMask(bits=torch.ones(5, dtype=torch.uint8, device=DEVICE))))
     assert all(torch.equal(x, before[path]) for path, x in graph.buffers.items()) and unchanged(graph, old)
@@ -532,6 +533,30 @@ def test_arguments_of_another_kind_are_named() -> None:
         graphs.capture(rerun=True, **{**good, "inputs": {"batch": torch.zeros(1)}})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"plan: expected one that graph.plan\(batch\) made, got NoneType"):
         graph.replay(None)  # type: ignore[arg-type]
+
+
+class Twice:
+    def __call__(self, plan: object, q: Tensor, *, scale: float = 2.0) -> Tensor:
+        return q * scale
+
+
+@pytest.mark.parametrize(
+    "step", [lambda plan, q: q, Twice(), Twice().__call__, partial(lambda scale, plan, q: scale * q, 2.0)]
+)
+def test_inputs_that_a_step_does_not_take_are_found_at_capture(step: graphs.Step) -> None:
+    server = Server("plain", engine=ENGINE, policy="seed", device=DEVICE, modes=[])
+    for names, match in (
+        ("k", r"inputs: step takes \(plan, q.*\), called with the plan and k: "),
+        (
+            "qk",
+            r"called with the plan and q, k: got an unexpected keyword argument 'k'; give the inputs the names that",
+        ),
+        ("", "called with the plan and no input: missing a required argument: 'q'"),
+    ):
+        inputs = {name: torch.zeros(1, 2, device=DEVICE) for name in names}
+        with pytest.raises(TypeError, match=match):
+            graphs.capture(server.backend, step, graphs.DecodeShape(requests=1), inputs=inputs, rerun=True)
+    graphs.capture(server.backend, step, graphs.DecodeShape(requests=1), inputs={"q": torch.zeros(1, 2)}, rerun=True)
 
 
 def test_a_shapes_longest_counts_new_tokens() -> None:

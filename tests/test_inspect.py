@@ -119,6 +119,36 @@ def test_tokens_come_and_go_by_the_cache_of_the_bench() -> None:
         wb.plan()
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_requests_grow_by_the_room_of_the_bench_and_no_further(page_size: int) -> None:
+    wb = bench([30, 7, 0], room=9, page_size=page_size, layers=[18])
+    for row in range(3):
+        wb.cache.append(row, 9)
+    lens = [39, 16, 9]
+    assert wb.table.max_context == 39 and wb.backend.max_tokens >= sum(lens)
+    wb.decode(18, wb.backend.plan(DecodeBatch.of(rows=[0, 1, 2], lens=lens, device="cpu")))
+    wb.cache.check_integrity()
+    with pytest.raises(ValueError, match=r"would hold 40 tokens, the table has 39 columns; .*: with more room\)"):
+        wb.cache.append(0, 1)
+
+
+def test_a_bench_for_more_rows_than_requests_runs_the_branches_of_a_draft() -> None:
+    room = attnlab.draft_room(30, topk=2, steps=3, page_size=1)
+    batch = attnlab.DraftBatch.of(rows=[0, 1], lens=[30, 30], topk=2, steps=3, device="cpu")
+    for more, words in (
+        ({}, "build the backend with max_requests of at least 4 and max_tokens of at least 128, as every"),
+        ({"max_requests": 4}, None),
+    ):
+        wb = bench([30, 30], room=room, layers=[18], **more)
+        for row in (0, 1):
+            wb.cache.append(row, room)
+        if words:
+            with pytest.raises(ValueError, match=words):
+                wb.backend.plan(batch)
+        else:
+            assert len(wb.backend.plan(batch).steps) == 2
+
+
 def test_the_bench_verifies_as_many_drafts_as_it_was_built_for() -> None:
     wb = bench([40], max_drafts=3, layers=[18])
     batch = VerifyBatch.chain(rows=wb.table.rows, prefix=[36], drafts=4, device="cpu")
@@ -252,6 +282,12 @@ def test_lengths_may_be_numpys_or_a_tensors() -> None:
         ),
         ({"model": "Gemma-3-1b-it"}, "context: not verified for model 'Gemma-3-1b-it' .*pass context_len"),
         ({"model": "llama"}, "did you mean .*"),
+        ({"room": -1}, "room: expected at least 0 tokens, got -1"),
+        (
+            {"room": 8189},
+            "room: with 8,189 tokens more the longest request has 8,193, beyond the context of SmolLM2-135M",
+        ),
+        ({"lens": [4, 4], "max_requests": 1}, "max_requests: expected at least 2, as there are requests, got 1"),
     ],
 )
 def test_a_bench_that_cannot_be_built_says_why(changes: dict[str, object], message: str) -> None:

@@ -77,7 +77,7 @@ def test_a_pool_names_its_spaces(name: str) -> None:
     assert isinstance(pool, KVPool)
     for layer in (4, -1):
         for call in (pool.translation, pool.view, lambda layer: pool.kept_from(layer, 0)):
-            with pytest.raises(ValueError, match=f"layer: the pool has layers 0 to 3, got {layer}"):
+            with pytest.raises(ValueError, match=f"pool_layer: the pool has layers 0 to 3, got {layer}"):
                 call(layer)
 
 

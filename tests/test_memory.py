@@ -284,7 +284,9 @@ def test_more_tokens_than_columns_write_nothing() -> None:
     row = t.admit()
     t.append(row, torch.tensor([1, 2, 3, 4]))
     before = t.slots.clone()
-    with pytest.raises(ValueError, match="request 0 would hold 5 tokens, the table has 4 columns"):
+    with pytest.raises(
+        ValueError, match="request 0 would hold 5 tokens, the table has 4 columns; build it with a larger max_context"
+    ):
         t.append(row, torch.tensor([5]))
     assert torch.equal(t.slots, before) and t.length(row) == 4
 
@@ -449,8 +451,8 @@ BAD_WRITES: dict[str, tuple[dict[str, Any], str]] = {
     "key heads": ({"k": (2, 4, 24)}, r"k: expected \[2, 2, 24\]"),
     "value dim": ({"v": (2, 2, 24)}, r"v: expected \[2, 2, 20\] .* got \[2, 2, 24\]"),
     "no values": ({"v": None}, "v: expected values beside the keys, got None"),
-    "no layer": ({"layer": 2}, "layer: the pool has layers 0 to 1, got 2"),
-    "negative layer": ({"layer": -1}, "layer: the pool has layers 0 to 1, got -1"),
+    "no layer": ({"layer": 2}, "pool_layer: the pool has layers 0 to 1, got 2; .* LayerSpec.pool_layer"),
+    "negative layer": ({"layer": -1}, "pool_layer: the pool has layers 0 to 1, got -1"),
     "int keys": ({"k_dtype": torch.int32}, r"k: expected .* float32 or float16"),
     "fp8 keys": ({"k_dtype": FP8}, r"k: expected .* float32 or float16"),
 }
@@ -586,3 +588,14 @@ def test_a_view_names_the_attention_that_it_does_not_fit() -> None:
     view.check_fits(AttentionSpec(heads=4, kv_heads=2, qk_dim=8, v_dim=6, scale=1.0))
     with pytest.raises(ValueError, match=r"expected \(kv_heads, qk_dim, v_dim\) \(2, 8, 8\) .* got \(2, 8, 6\)"):
         view.check_fits(AttentionSpec(heads=4, kv_heads=2, qk_dim=8, v_dim=8, scale=1.0))
+
+
+def test_a_layer_of_a_model_is_found_by_its_place_in_the_pool() -> None:
+    spec = ModelSpec.load("SmolLM2-135M").only((0, 18, 23))
+    pool = MHAPool(spec, num_slots=4, device=DEVICE)
+    place = spec.layer(18).pool_layer
+    assert pool.view(pool_layer=place).k.data_ptr() == pool.view(1).k.data_ptr()
+    with pytest.raises(
+        ValueError, match="^pool_layer: the pool has layers 0 to 2, got 18; a model's layer has its number"
+    ):
+        pool.view(18)

@@ -419,7 +419,9 @@ def test_a_page_size_that_does_not_divide_is_refused(pool: Any) -> None:
 @pytest.mark.parametrize("bits", [0, 10, 12])
 def test_a_mask_of_another_size_is_refused(bits: int) -> None:
     mask = CustomMask(bits=torch.ones(bits, dtype=torch.uint8, device=DEVICE))
-    with pytest.raises(ValueError, match=rf"mask: expected 11 bits, .* cached \[3, 0\] and new \[2, 1\], got {bits}"):
+    with pytest.raises(
+        ValueError, match=rf"mask: expected 11 entries, .* cached \[3, 0\] and new \[2, 1\], got {bits}"
+    ):
         ExtendBatch.of(rows=[0, 1], prefix=[3, 0], new=[2, 1], mask=mask, device=DEVICE)
 
 
@@ -663,7 +665,7 @@ def test_a_mask_that_is_too_short_is_found() -> None:
     ]
     mask = CustomMask(bits=torch.ones(3, dtype=torch.uint8, device=DEVICE))
     batch = ExtendBatch(rows=torch.tensor(server.rows), prefix=lens[0], new=lens[1], mask=mask)
-    with pytest.raises(ValueError, match="mask: expected 59 bits, got 3"):
+    with pytest.raises(ValueError, match="mask: expected 59 entries, got 3"):
         server.plan(batch)
 
 

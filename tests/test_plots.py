@@ -1,5 +1,6 @@
 """Pictures: titles are true, files stand alone, text is legible, colours can be told apart, and no batch breaks one."""
 
+import inspect
 import re
 import time
 import xml.etree.ElementTree as ElementTree
@@ -43,7 +44,7 @@ from attnlab.plots.merge_view import MergeView
 from attnlab.plots.picture import Picture
 from attnlab.plots.schedule_panel import Panel, box_pitch
 from attnlab.plots.schedule_view import ScheduleView, cut_view, schedule_views
-from attnlab.plots.show import show
+from attnlab.plots.show import Show, show
 from attnlab.plots.split_schedule import split_schedule
 from attnlab.spec import AttentionSpec, ModelSpec
 
@@ -823,8 +824,20 @@ def test_options_go_to_the_kind_of_picture():
     assert show(view, zoom=100, theme="dark").title == attention(view, zoom=100).title != show(view).title
     assert show(view, pool="split").to_svg() == attention(view, pool="split").to_svg() != show(view).to_svg()
     assert show(stages, zoom=100).to_svg() != show(stages).to_svg()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'zoom'"):
-        show(wb, zoom=3)
+    with pytest.raises(TypeError, match="^show: a picture of Workbench has the options theme; got zoom, layer$"):
+        show(wb, zoom=3, layer=18)
+    with pytest.raises(TypeError, match="a picture of ScoreView has the options zoom, pool, theme; got request$"):
+        show(view, request=0, zoom=100)
+
+
+def test_the_help_of_show_lists_the_options_of_every_type():
+    listed = re.findall(r"^- (.+): (.+)$", inspect.getdoc(Show) or "", re.MULTILINE)
+    said = {kind: re.findall(r"`(\w+)`", words) for kinds, words in listed for kind in kinds.split(", ")}
+    drawn = {name.rpartition(".")[2]: draw for name, draw in show._draws._items.items()}
+    assert set(drawn) == set(show.types())
+    for kind, draw in drawn.items():
+        options = [name for name, x in inspect.signature(draw).parameters.items() if x.kind is x.KEYWORD_ONLY]
+        assert said.get(kind, []) == options
 
 
 def test_a_notebook_may_register_a_type_and_run_its_cell_again():

@@ -312,6 +312,18 @@ def test_a_plan_shows_its_first_request_with_drafts_in_a_layer_with_a_window():
     assert "the drafts of request r1" in svg_of("plan") and picture_of("plan").title.startswith("Window 8: ")
 
 
+def test_a_plan_shows_any_request_in_any_layer_and_says_that_there_are_others():
+    made = Stand([30, 0, 40], spare=3, page=4, window=8)
+    plan = made.tree([[-1, 0, 0], [], [-1, 0, 1]])
+    for request, layer in ((0, 0), (2, 0), (2, 1)):
+        picture, view = show(plan, request=request, layer=layer), TreeView.of(plan, request=request, layer=layer)
+        assert picture.title == show(view).title and view.requests == 2
+        assert picture.title.startswith(f"Request r{request}, one of 2. ")
+    assert show(plan).title == show(plan, request=0, layer=0).title
+    with pytest.raises(ValueError, match="request: "):
+        show(plan, request=7)
+
+
 def test_the_note_follows_a_key_and_counts_what_slid_out():
     made, plan = stand(), stand().decode()
     full = int(made.table.slots[made.rows[0], 260])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import os
+import pydoc
 import subprocess
 import sys
 import zipfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -77,7 +79,22 @@ def test_type_checkers_see_the_names_where_they_are() -> None:
     tree = ast.parse(Path(attnlab.__file__).read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert seen == {name: f"attnlab.{home}" for name, home in attnlab._HOME.items()}
+    homes = {name: f"attnlab.{home}" for name, home in attnlab._HOME.items()}
+    assert seen == homes | dict.fromkeys(attnlab._PACKAGES, "attnlab")
+
+
+def test_a_package_is_there_after_the_import_of_attnlab_alone() -> None:
+    assert python("import attnlab\nprint(attnlab.graphs.DecodeShape(requests=3).tokens)").strip() == "3"
+
+
+@pytest.mark.parametrize("name", ["graphs", "compat.sglang"])
+def test_help_lists_what_a_package_offers(name: str) -> None:
+    package = import_module(f"attnlab.{name}")
+    tree = ast.parse(Path(package.__file__ or "").read_text(encoding="utf-8"))
+    offered = [alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert sorted(package.__all__) == sorted(offered)
+    listed = pydoc.render_doc(package, renderer=pydoc.plaintext)
+    assert all(key in listed for key in offered)
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:

@@ -119,8 +119,15 @@ def test_layers_alternate_as_the_pattern_says() -> None:
 
 
 def test_an_unknown_model_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="model: got 'GPT-2'; did you mean .*data/models.json has SmolLM2-135M, "):
-        ModelSpec.load("GPT-2")
+    words = f"lists all {len(MODELS)}$"
+    with pytest.raises(
+        ValueError,
+        match=rf"model: got 'gpt-oss'; did you mean gpt-oss-20b or gpt-oss-120b.* attnlab.ModelSpec.names.. {words}",
+    ):
+        ModelSpec.load("gpt-oss")
+    with pytest.raises(ValueError, match=f"model: got '☃'; attnlab.ModelSpec.names.. {words}"):
+        ModelSpec.load("☃")
+    assert ModelSpec.names() == list(MODELS)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -90,11 +90,11 @@ class EagerPlanOps:
         return torch.where(live, translation.apply(torch.where(live, ids, 0)), 0)
 
     def mask_offsets(self, new: Tensor, keys: Tensor) -> Tensor:
-        """Return where each request's bits begin, and the end."""
+        """Return where each request's entries begin, and the end."""
         return mask.mask_offsets(new, keys)
 
     def write_causal(self, bits: Tensor, offsets: Tensor, new: Tensor, keys: Tensor, *, most: int) -> None:
-        """Write the bits of a causal mask, in memory of several times its size."""
+        """Write the entries of a causal mask, in memory of several times its size."""
         if new.shape[0] == 0 or bits.shape[0] == 0:
             return
         bit = torch.arange(bits.shape[0], dtype=torch.int64, device=bits.device)

@@ -5,6 +5,7 @@ Reference: the capture and replay hooks of triton_backend.py. Source of the meth
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -73,8 +74,10 @@ class Graph:
     """A captured step. `plan(batch)` fills its plan for a step, `replay(plan)` runs it; `run` does both.
 
     A plan is good until the next one is made: all lie in the same memory. So do results, which are cut to the live
-    rows: copy what is to be kept. `inputs` are the fixed tensors, which may be filled in place; `mask` the bits. All of
-    it belongs to one stream: what is filled on another may be overwritten while a replay still reads it.
+    rows: copy what is to be kept. `inputs`, the fixed tensors by name, `[tokens, ...]`, and `mask` may be filled in
+    place: `graph.inputs["q"][: graph.live] = q` after `plan(batch)`, which knows how many rows are live, and before
+    `replay(plan)`. All of it belongs to one stream: what is filled on another may be overwritten while a replay still
+    reads it.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class Graph:
 
     @property
     def mask(self) -> Tensor | None:
-        """The bits that the graph reads, uint8, to be filled in place; None where it was captured without a mask."""
+        """The entries that the graph reads, uint8, to be filled in place; None where it was captured without a mask."""
         mask = self.batch.mask if isinstance(self.batch, ExtendBatch | VerifyBatch) else None
         return mask.bits if isinstance(mask, CustomMask) else None
 
@@ -240,6 +243,24 @@ def _check_arguments(backend: Any, step: Any, shape: Any, inputs: Any) -> None:
     require(not unnamed, f"inputs: expected names that run and the step take, got {', '.join(unnamed)}", TypeError)
     taken = sorted({"batch", "plan", "self"} & inputs.keys())
     require(not taken, f"inputs: {', '.join(taken)} is the name of an argument of run, or of the step; choose another")
+    _check_inputs(step, inputs)
+
+
+def _check_inputs(step: Step, inputs: Mapping[str, Tensor]) -> None:
+    """Raise TypeError unless `step(plan, **inputs)` is a call that its signature allows."""
+    try:
+        signature = inspect.signature(step)
+    except ValueError:  # of some functions in C none is known: the call itself will tell
+        return
+    try:
+        signature.bind(object(), **inputs)
+    except TypeError as error:
+        empty = inspect.Parameter.empty
+        takes = ", ".join(str(x.replace(annotation=empty)) for x in signature.parameters.values())
+        raise TypeError(
+            f"inputs: step takes ({takes}), called with the plan and {', '.join(inputs) or 'no input'}: {error}; give "
+            "the inputs the names that step has for them"
+        ) from None
 
 
 def _check_dense(name: str, x: object) -> None:

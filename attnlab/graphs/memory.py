@@ -115,7 +115,7 @@ def check_room(memory: AnyBatch, given: AnyBatch) -> None:
         if name != "mask":
             check_apart(name, here, there, own)
         askew = name == "mask" and _shares(there, here) and there.data_ptr() != here.data_ptr()
-        require(not askew, "mask: lies in the graph's own bits, but not at their beginning; fill them from the front")
+        require(not askew, "mask: lies in the graph's own memory, but not at their beginning; fill them from the front")
 
 
 def check_apart(name: str, x: Tensor, there: Tensor, own: Mapping[int, str]) -> None:
@@ -185,7 +185,7 @@ def _shares(a: Tensor, b: Tensor) -> bool:
 def padded_on_host(memory: AnyBatch, given: AnyBatch) -> AnyBatch:
     """Return the batch with its padded rows, of lengths that the host knows, as a policy in plain Python needs them.
 
-    It lies in memory of its own, so that a plan that is refused has changed nothing; but for a mask's bits, of which
+    It lies in memory of its own, so that a plan that is refused has changed nothing; but for a mask's entries, of which
     planning looks at the number alone.
     """
     changes: dict[str, Any] = {}
@@ -206,7 +206,7 @@ def padded_on_host(memory: AnyBatch, given: AnyBatch) -> AnyBatch:
 
 
 def _bits(batch: AnyBatch) -> int:
-    """Return the bits of a batch's mask; of lengths that the host knows, where it brings none."""
+    """Return how many entries a batch's mask has; of lengths that the host knows, where it brings none."""
     if not isinstance(batch, ExtendBatch | VerifyBatch):
         return 0
     if isinstance(batch.mask, CustomMask):

@@ -116,7 +116,10 @@ class Shape(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeShape(Shape):
-    """A decode step: one query token a request.
+    """A decode step: one query token a request, of at most `requests` requests.
+
+    None has more than `longest` tokens, the new one included; None, which is the default, stands for the longest that
+    the backend's table and model hold.
 
     >>> DecodeShape(requests=64, longest=8192).tokens
     64
@@ -149,7 +152,8 @@ class DecodeShape(Shape):
 class ExtendShape(Shape):
     """An extend of up to `new` tokens a request, such as a draft model's pass over the tokens that were accepted.
 
-    `masked`: whether steps bring a mask; where one does not, a causal one is written.
+    `requests` and `longest` are as in a DecodeShape: `longest` counts the new tokens too. `masked`: whether steps bring
+    a mask; where one does not, a causal one is written.
 
     >>> ExtendShape(requests=8, new=4).tokens
     32
@@ -200,6 +204,8 @@ class ExtendShape(Shape):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyShape(Shape):
     """A verify of exactly `drafts` drafts a request: chains, or with `masked` trees too.
+
+    `requests` and `longest` are as in a DecodeShape: `longest` counts the drafts too.
 
     >>> VerifyShape(requests=8, drafts=5, masked=True).tokens
     40
@@ -272,7 +278,8 @@ class DraftShape(Shape):
     """All steps of a draft: `topk` branches of `steps` tokens go on from every request.
 
     The captured step takes a DraftPlan. Its inputs have a row for every branch; what differs from step to step, such as
-    the queries of a later one, it makes itself.
+    the queries of a later one, it makes itself. `requests` and `longest` are as in a DecodeShape: `longest` counts the
+    drafts of one branch too.
 
     >>> DraftShape(requests=8, topk=4, steps=3).tokens
     32
@@ -349,16 +356,18 @@ def check_mask(mask: Mask, prefix: Lens, new: Lens, *, masked: bool) -> None:
         return
     bits = mask.bits.shape[0]
     least = sum(n * (p + n) for p, n in zip(prefix.least_each, new.least_each, strict=True))
-    require(bits >= least, f"mask: expected at least {least:,} bits, as the lengths are known to need, got {bits:,}")
-    require(masked, f"mask: got {bits:,} bits, the graph was captured for 0, without a mask; capture with masked=True")
+    require(bits >= least, f"mask: expected at least {least:,} entries, as the lengths are known to need, got {bits:,}")
+    require(
+        masked, f"mask: got {bits:,} entries, the graph was captured for 0, without a mask; capture with masked=True"
+    )
     require(
         not mask.cached_visible,
-        "mask: speaks of new keys alone (cached_visible), the graph reads its bits of cached keys too; set these to 1 "
-        "and cached_visible to False",
+        "mask: speaks of new keys alone (cached_visible), the graph reads its entries of cached keys too; set "
+        "these to 1 and cached_visible to False",
     )
 
 
 def room_for_mask(prefix: Lens, new: Lens) -> CustomMask:
-    """Return the memory of the largest mask: every request's `new x (prefix + new)` bits."""
+    """Return the memory of the largest mask: every request's `new x (prefix + new)` entries, a byte each."""
     bits = new.bound_max * (prefix.bound_total + new.bound_total)
     return CustomMask(bits=torch.zeros(bits, dtype=torch.uint8, device=prefix.device.device))

@@ -181,9 +181,9 @@ def _facts(plan: Plan) -> list[str]:
 
 
 def _mask_words(queries: Queries) -> str:
-    """Return how many bits decide, and in how much memory they lie where that is more."""
+    """Return how many entries decide, and in how much memory they lie where that is more."""
     if not isinstance(queries.mask, CustomMask):
         return "causal"
     live, room = int(queries.mask_indptr[-1]), len(queries.mask.bits)
     scope = " among new tokens" if queries.cached_visible else ""
-    return f"a mask of {live:,} bits{scope}" + (f", in memory for {room:,}" if room > live else "")
+    return f"a mask of {live:,} entries{scope}" + (f", in memory for {room:,}" if room > live else "")

@@ -100,8 +100,14 @@ class DraftTree:
     def renumbered(self, order: Sequence[int]) -> DraftTree:
         """Return the same tree with `order[i]` as draft i. Every draft still comes behind the one that it follows."""
         numbers = [whole("order", number) for number in order]
-        given = sorted(numbers)
-        require(given == list(range(len(self.parents))), f"order: expected each of {len(self.parents)} drafts once")
+        count = len(self.parents)
+        wrong = {
+            "missing": [draft for draft in range(count) if draft not in numbers],
+            "more than once": [draft for draft in range(count) if numbers.count(draft) > 1],
+            "no draft": [number for number in numbers if number not in range(count)],
+        }
+        words = "; ".join(f"{what}: {', '.join(map(str, which))}" for what, which in wrong.items() if which)
+        require(not words, f"order: expected each of the drafts 0 to {count - 1} once; {words}")
         place = {old: new for new, old in enumerate(numbers)} | {-1: -1}
         parents = [place[self.parents[old]] for old in numbers]
         early = [old for new, old in enumerate(numbers) if parents[new] >= new]

@@ -31,11 +31,13 @@ class DraftRead:
 class DraftView:
     """One request's draft in the layers of one lane: `topk` branches of `drafts` drafts after `cached` tokens.
 
-    `cached_slots` are those of the cached positions from `listed_from` on, which some list names. `own[t]` are the
-    slots of branch t's drafts; its last one, of which no query is made, has none here.
+    `requests` of the batch are drafted for, this one among them. `cached_slots` are those of the cached positions from
+    `listed_from` on, which some list names. `own[t]` are the slots of branch t's drafts; its last one, of which no
+    query is made, has none here.
     """
 
     request: int
+    requests: int
     layer: int
     space: str
     sight: Sight
@@ -74,6 +76,7 @@ class DraftView:
         listed_from = min(known, default=cached)
         return cls(
             request=request,
+            requests=int(batch.seq.device.count_nonzero()),
             layer=layer,
             space=lane.layout.index.space,
             sight=lane.layout.sight,

@@ -139,7 +139,7 @@ class _Reader:
         yield self._buffer("positions", "queries", "token", self._tokens, positions)
         if queries.bits is not None:
             bits = _counts(queries.mask_indptr)
-            yield self._buffer("mask", "queries", "bit", bits, [_Column.of(queries.bits)], read=False, gaps=True)
+            yield self._buffer("mask", "queries", "entry", bits, [_Column.of(queries.bits)], read=False, gaps=True)
 
     def _lane(self, lane: ExtendLane, owner: str) -> Iterator[Buffer]:
         index, starts = lane.layout.index, (lane.layout.start, lane.layout.start_visible)

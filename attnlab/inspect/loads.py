@@ -20,7 +20,7 @@ H200 = Target(kind="cuda", arch=90)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loads:
-    """Bytes that the programs over one layer's cached keys load: keys with their values, and the bits of a mask.
+    """Bytes that the programs over one layer's cached keys load: keys with their values, and the entries of a mask.
 
     A program has room for a tile of queries: of a decode up to 16 heads of a group, of a verify as many rows, drafts x
     heads of a group, as its kernel takes on `target`. Each tile loads every key of its range once. What comes with a

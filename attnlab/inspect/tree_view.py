@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnlab.checks import require
-from attnlab.inspect.step import Bools, Ints, Runs, Step, total
+from attnlab.inspect.step import Bools, Ints, Runs, Step, prefix_and_new, total
 from attnlab.plan.plans import VerifyPlan
 from attnlab.spec import Sight
 
@@ -40,12 +40,13 @@ class Draft:
 class TreeView:
     """The drafts of one request of a verify step, at one layer, after `prefix` cached keys.
 
-    `order` are the drafts' numbers from top to bottom: every draft before those that follow it, and these before its
-    siblings. `astray` are drafts whose mask shows others than the path to the root: where there is one, the mask is no
-    tree. `tokens` are texts: of the drafts, or of all keys.
+    `requests` of the step have drafts, this one among them. `order` are the drafts' numbers from top to bottom: every
+    draft before those that follow it, and these before its siblings. `astray` are drafts whose mask shows others than
+    the path to the root: where there is one, the mask is no tree. `tokens` are texts: of the drafts, or of all keys.
     """
 
     request: int
+    requests: int
     layer: int
     sight: Sight
     prefix: int
@@ -80,6 +81,7 @@ class TreeView:
         drafts = tuple(_draft(step, shown, i, parents[i]) for i in range(step.new))
         return cls(
             request=request,
+            requests=sum(count > 0 for count in prefix_and_new(plan)[1]),
             layer=layer,
             sight=step.sight,
             prefix=step.cached,

@@ -226,6 +226,8 @@ def workbench(
     context_len: int | None = None,
     multiprocessors: int | None = None,
     max_drafts: int = 1,
+    max_requests: int | None = None,
+    room: int = 0,
     seed: int = 0,
 ) -> Workbench:
     """Build a backend over a filled cache: one request for each of `lens`.
@@ -235,21 +237,36 @@ def workbench(
     ends 17 r tokens before the text does (modulo 128), where its length allows. Other layers and models get
     normal numbers of a seed. `layers` are the recorded ones, or one of each kind, unless they are given.
     `multiprocessors` is the device's own, on a CPU an H200's 132. A model by name gets an fp16 cache of pages of one
-    slot, and its published context, unless told otherwise; a ModelSpec brings all of these. `max_drafts` is the most
-    that a verify step may bring of one request, as of the backend.
+    slot, and its published context, unless told otherwise; a ModelSpec brings all of these. `room` tokens more may be
+    appended to each request by `wb.cache`: the table has columns, and the pool slots, for so many. `max_drafts` is the
+    most that a verify step may bring of one request, as of the backend; `max_requests` the most rows of a step, of
+    which every branch of a draft is one: as many as `lens` unless it is given.
 
     >>> wb = workbench("SmolLM2-135M", lens=[2048, 96, 700], policy="seed", engine="eager")
     >>> wb.decode(18).shape
     torch.Size([3, 9, 64])
+    >>> wb = workbench("SmolLM2-135M", lens=[96], policy="seed", engine="eager", room=2)
+    >>> wb.cache.append(0, 2).tolist()
+    [97, 98]
     """
     lens = _lens(lens)
+    room, count = whole("room", room), max(1, len(lens))
+    require(room >= 0, f"room: expected at least 0 tokens, got {room}")
+    requests = count if max_requests is None else positive("max_requests", max_requests)
+    require(requests >= count, f"max_requests: expected at least {count}, as there are requests, got {requests}")
     spec = _spec(model, layers, {"kv_dtype": kv_dtype, "page_size": page_size, "context_len": context_len})
     for request, length in enumerate(lens):
         require(
             length <= spec.context_len,
             f"lens: request {request} has {length:,} tokens, beyond the context of {spec.name}, {spec.context_len:,}",
         )
-    cache = _storage(spec, lens, device)
+    longest = max([1, *lens]) + room
+    require(
+        longest <= spec.context_len,
+        f"room: with {room:,} tokens more the longest request has {longest:,}, beyond the context of {spec.name}, "
+        f"{spec.context_len:,}",
+    )
+    cache = _storage(spec, [n + room for n in lens], device)
     contents = {layer.index: layer_contents(spec, layer, lens, seed=seed) for layer in spec.layers}
     rows = _fill(spec, cache, contents, lens)
     pool = cache.pool
@@ -259,7 +276,9 @@ def workbench(
         table=cache.table,
         engine=engine,
         policy=policy,
-        max_requests=max(1, len(lens)),
+        max_requests=requests,
+        # Every row of a draft lists its request's tokens anew.
+        max_tokens=None if max_requests is None else max(pool.num_slots, requests * longest),
         multiprocessors=_multiprocessors(pool.device) if multiprocessors is None else multiprocessors,
         max_drafts=max_drafts,
     )
@@ -292,6 +311,7 @@ def _spec(model: str | ModelSpec, layers: Sequence[int] | None, given: dict[str,
 
 
 def _storage(spec: ModelSpec, lens: Sequence[int], device: torch.device | str) -> PagedCache:
+    """Return an empty cache with room for requests of these lengths."""
     pages = 1 + max(1, sum(-(-n // spec.page_size) for n in lens))
     num_slots = pages * spec.page_size
     pool: KVPool = (MLAPool if spec.mla else MHAPool)(spec, num_slots=num_slots, device=device)

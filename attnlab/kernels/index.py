@@ -163,10 +163,10 @@ class TritonPlanOps:
         return offsets
 
     def write_causal(self, bits: Tensor, offsets: Tensor, new: Tensor, keys: Tensor, *, most: int) -> None:
-        """Computes: bit (i, j) of request r = j <= keys[r] - new[r] + i.
+        """Computes: entry (i, j) of request r = j <= keys[r] - new[r] + i.
 
         Shapes: `bits [pairs]` uint8, `offsets [reqs + 1]` int64, `new` and `keys` `[reqs]` int32.
-        Grid: (requests, most): a program owns the row of bits of one new token.
+        Grid: (requests, most): a program owns the row of one new token.
         Reads/writes: of `bits`, live rows alone, and none beyond its end.
         """
         if new.shape[0] and most and bits.shape[0]:

@@ -39,22 +39,22 @@ class BasePool:
         """Name of the id space of the request table."""
         return self.allocator.space
 
-    def view(self, layer: int) -> KVView:
-        """Return the layer's keys and values as they are stored."""
-        return of_layer(self.views, layer)
+    def view(self, pool_layer: int) -> KVView:
+        """Return the keys and values, as they are stored, of the layer that has this place in the pool."""
+        return of_layer(self.views, pool_layer)
 
-    def translation(self, layer: int) -> Translation:
+    def translation(self, pool_layer: int) -> Translation:
         """Return the way from ids of the table to those of the layer's storage."""
-        return of_layer(self.translations, layer)
+        return of_layer(self.translations, pool_layer)
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
+    def write(self, pool_layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
         """Check the table's ids (this reads them), translate and store; what has no page goes to the sink."""
         check_slots("slots", slots, self.num_slots, self.device)
-        self.store(layer, self.translation(layer).apply(slots), k, v)
+        self.store(pool_layer, self.translation(pool_layer).apply(slots), k, v)
 
-    def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
+    def store(self, pool_layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
         """Store rows at ids of the layer's storage that a plan proved to lie in it; nothing is read back."""
-        store_rows(self.view(layer), slots, k, v)
+        store_rows(self.view(pool_layer), slots, k, v)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy the rows of all layers from the table's ids `source` to `target`, `[tokens]` each.
@@ -77,14 +77,14 @@ class BasePool:
                 rows[translation.target] = torch.where(both, a, 0), torch.where(both, b, 0)
             copy_rows(view, *rows[translation.target])  # the sink to itself where one has no page: no wait to drop it
 
-    def lets_go(self, layer: int) -> bool:
+    def lets_go(self, pool_layer: int) -> bool:
         """Return False: what is stored stays until its owner leaves."""
-        self.view(layer)
+        self.view(pool_layer)
         return False
 
-    def kept_from(self, layer: int, owner: Hashable, *, holding: int = 0) -> int:
+    def kept_from(self, pool_layer: int, owner: Hashable, *, holding: int = 0) -> int:
         """Return the first position of this owner that the layer's storage still holds; 0 for unknown owners."""
-        self.view(layer)
+        self.view(pool_layer)
         return 0
 
     def check_integrity(self) -> None:
@@ -92,7 +92,11 @@ class BasePool:
         self.allocator.check_integrity()
 
 
-def of_layer(items: Sequence[T], layer: int) -> T:
-    """Return what a pool has for a layer, or raise ValueError with the layers that exist."""
-    require(0 <= layer < len(items), f"layer: the pool has layers 0 to {len(items) - 1}, got {layer}")
-    return items[layer]
+def of_layer(items: Sequence[T], pool_layer: int) -> T:
+    """Return what a pool has for a layer, or raise ValueError with the places that exist."""
+    require(
+        0 <= pool_layer < len(items),
+        f"pool_layer: the pool has layers 0 to {len(items) - 1}, got {pool_layer}; a model's layer has its number "
+        "there in LayerSpec.pool_layer",
+    )
+    return items[pool_layer]

@@ -44,18 +44,18 @@ class MappedPool(BasePool):
         first = {name: min(sight.first(query) for sight in sights) for name, sights in sliding.items()}
         self.allocator.slide_out(owner, first=first)
 
-    def lets_go(self, layer: int) -> bool:
+    def lets_go(self, pool_layer: int) -> bool:
         """Return whether pages of the layer's storage are backed one by one, so that they can be freed early."""
-        return of_layer(self.homes, layer) in self.allocator.storages
+        return of_layer(self.homes, pool_layer) in self.allocator.storages
 
-    def kept_from(self, layer: int, owner: Hashable, *, holding: int = 0) -> int:
+    def kept_from(self, pool_layer: int, owner: Hashable, *, holding: int = 0) -> int:
         """Return the first position of this owner that the layer's storage still holds.
 
         Raises ValueError where nobody of that name holds so many slots: plans ask by row of the request table, and a
         page of the storage belongs to one owner, so that requests cannot share a prefix here.
         """
-        home = of_layer(self.homes, layer)
-        if not self.lets_go(layer):
+        home = of_layer(self.homes, pool_layer)
+        if not self.lets_go(pool_layer):
             return 0
         held = self.allocator.tokens_of(owner)
         require(

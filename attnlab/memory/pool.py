@@ -145,7 +145,10 @@ def compute_dtype(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
 
 @runtime_checkable
 class KVPool(Protocol):
-    """Stores keys and values of every layer that has them. Layers are counted by their place in the pool.
+    """Stores keys and values of every layer that has them.
+
+    `pool_layer` is a layer's place in the pool, from 0 on, and not its number in the model. `LayerSpec.pool_layer` is
+    the place of a model's layer: `pool.view(model.layer(18).pool_layer)`.
 
     Two kinds of ids: those of the request table, which the allocator hands out and `num_slots` counts, and those that
     a layer's storage is addressed by. `translation` leads from the first to the second.
@@ -167,16 +170,16 @@ class KVPool(Protocol):
     def table_space(self) -> str:
         """Name of the id space of the request table."""
 
-    def view(self, layer: int) -> KVView:
-        """Return the layer's keys and values as they are stored."""
+    def view(self, pool_layer: int) -> KVView:
+        """Return the keys and values, as they are stored, of the layer that has this place in the pool."""
 
-    def translation(self, layer: int) -> Translation:
+    def translation(self, pool_layer: int) -> Translation:
         """Return the way from ids of the table to those of the layer's storage."""
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
+    def write(self, pool_layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
         """Check ids of the table (this reads them, so on a GPU it waits for the device), translate them, store."""
 
-    def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
+    def store(self, pool_layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
         """Store rows at ids of the layer's storage that a plan proved to lie in it; nothing is read back."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
@@ -185,10 +188,10 @@ class KVPool(Protocol):
     def slide_out(self, owner: Hashable, *, query: int) -> None:
         """Free what no query of this owner at position `query` or later sees. ValueError where nothing can slide."""
 
-    def lets_go(self, layer: int) -> bool:
+    def lets_go(self, pool_layer: int) -> bool:
         """Whether keys of this layer can slide out of its storage."""
 
-    def kept_from(self, layer: int, owner: Hashable, *, holding: int = 0) -> int:
+    def kept_from(self, pool_layer: int, owner: Hashable, *, holding: int = 0) -> int:
         """Return the first position of this owner that the layer's storage still holds; 0 for unknown owners."""
 
     def check_integrity(self) -> None:

@@ -91,7 +91,8 @@ class RequestTable:
         end = self.length(row) + tokens
         require(
             end <= self.max_context,
-            f"slots: request {row} would hold {end} tokens, the table has {self.max_context} columns",
+            f"slots: request {row} would hold {end} tokens, the table has {self.max_context} columns; build it with a "
+            "larger max_context (of a workbench: with more room)",
         )
         return end
 

@@ -45,7 +45,10 @@ class _Source(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Planner:
-    """What plans are made from, for as long as a server runs; `build` makes one."""
+    """What plans are made from, for as long as a server runs; `build` makes one.
+
+    `max_requests` and `max_tokens` are what the backend was built for, where there is one: refusals name what lacks.
+    """
 
     model: ModelSpec
     pool: KVPool
@@ -54,6 +57,8 @@ class Planner:
     ops: PlanOps
     multiprocessors: int | None
     one_pass: bool = False
+    max_requests: int | None = None
+    max_tokens: int | None = None
 
     @overload
     def build(self, batch: DecodeBatch, *, max_ranges: int | None = None) -> DecodePlan: ...
@@ -212,7 +217,7 @@ class Planner:
         for kind, layers in self.kinds.items():
             ctx = replace(self.context(layers), rows_per_seq=batch.topk)
             cuts.append(DraftCut.of(self.policy, batch.seq, steps, kind.sight, ctx, self.ops.sizes))
-        check_scratch(batch, cuts, max_ranges)
+        check_scratch(batch, cuts, max_ranges, max_requests=self.max_requests, max_tokens=self.max_tokens)
         lanes = []
         for cut, (kind, layers) in zip(cuts, self.kinds.items(), strict=True):
             lists = self.ops.drafts(

@@ -178,15 +178,28 @@ class DraftCut:
         ]
 
 
-def check_scratch(batch: DraftBatch, cuts: Sequence[DraftCut], max_ranges: int | None) -> None:
-    """Raise ValueError where a step may need more ranges than the scratch holds: `cuts` are those of all layers."""
+def check_scratch(
+    batch: DraftBatch,
+    cuts: Sequence[DraftCut],
+    max_ranges: int | None,
+    *,
+    max_requests: int | None,
+    max_tokens: int | None,
+) -> None:
+    """Raise ValueError where a step may need more ranges than the scratch holds: `cuts` are those of all layers.
+
+    The words name which of `max_requests` and `max_tokens`, of which the scratch was made, is too small.
+    """
     entries = max(cut.entries for cut in cuts)
     capacity = max(cut.bounds.capacity(reqs=batch.branches, total=cut.entries) for cut in cuts)
+    needs = (("max_requests", batch.branches, max_requests), ("max_tokens", entries, max_tokens))
+    lacking = [(name, least) for name, least, has in needs if has is None or has < least]
+    listed = " and ".join(f"{name} of at least {least:,}" for name, least in lacking)
     require(
         max_ranges is None or capacity <= max_ranges,
         f"batch: {batch.seq.count:,} requests x {batch.topk} branches are {batch.branches:,} rows of a decode and may "
-        f"need {capacity:,} ranges, the scratch holds {max_ranges}; build the backend with max_requests of at least "
-        f"{batch.branches:,} and max_tokens of at least {entries:,}, as every branch lists its request's tokens anew",
+        f"need {capacity:,} ranges, the scratch holds {max_ranges}; build the backend with {listed}, as "
+        "every branch lists its request's tokens anew",
     )
 
 

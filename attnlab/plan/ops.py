@@ -87,7 +87,7 @@ class PlanOps(Protocol):
         """Return the ids (int64) in the translation's target space; from entry `indptr[-1]` on they are 0."""
 
     def mask_offsets(self, new: Int[Tensor, " reqs"], keys: Int[Tensor, " reqs"]) -> Int[Tensor, " reqs_1"]:
-        """Return where each request's `new x keys` bits of a mask begin, and the end; int64."""
+        """Return where each request's `new x keys` entries of a mask begin, and the end; int64."""
 
     def write_causal(
         self,
@@ -98,7 +98,7 @@ class PlanOps(Protocol):
         *,
         most: int,
     ) -> None:
-        """Write the bits of a causal mask, `new x keys` from `offsets[r]` on; no request has more than `most` new."""
+        """Write a causal mask's entries, `new x keys` from `offsets[r]` on; no request has more than `most` new."""
 
     def drafts(
         self,

@@ -147,7 +147,7 @@ class Queries:
 
     `positions` are int32 `[tokens]`: where each stands in its request; `ordered`: one behind the other, from the end of
     the cached ones on (drafts of a tree share positions). `most`: no request has more. `mask_indptr` is int64
-    `[reqs + 1]`: where each request's bits of a custom mask begin, `new x (cached + new)` of them.
+    `[reqs + 1]`: where each request's entries of a custom mask begin, `new x (cached + new)` of them.
     """
 
     indptr: Int[Tensor, " reqs_1"]
@@ -159,7 +159,7 @@ class Queries:
 
     @property
     def bits(self) -> Tensor | None:
-        """The bits of a custom mask; None where causality decides."""
+        """The entries of a custom mask; None where causality decides."""
         return self.mask.bits if isinstance(self.mask, CustomMask) else None
 
     @property
@@ -174,10 +174,10 @@ class Queries:
         cached, counts = prefix.device.tolist(), new.device.tolist()
         require(self.indptr.diff().tolist() == counts, f"queries: offsets give {self.indptr.diff().tolist()[:8]}")
         pairs = [n * k for n, k in zip(counts, together(prefix, new).device.tolist(), strict=True)]
-        require(self.mask_indptr.diff().tolist() == pairs, f"mask: offsets expected rows of {pairs[:8]} bits")
+        require(self.mask_indptr.diff().tolist() == pairs, f"mask: offsets expected rows of {pairs[:8]} entries")
         if isinstance(self.mask, CustomMask):
             bits, wanted = self.mask.bits.shape[0], sum(pairs)
-            require(bits >= wanted, f"mask: expected {wanted:,} bits, got {bits:,}")
+            require(bits >= wanted, f"mask: expected {wanted:,} entries, got {bits:,}")
         at = 0
         for r, (p, n) in enumerate(zip(cached, counts, strict=True)):
             mine = self.positions[at : at + n].tolist()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from attnlab.inspect.draft_view import DraftRead, DraftView
-from attnlab.plots.words import plural
+from attnlab.plots.words import among, plural
 
 
 def statement(view: DraftView) -> str:
-    """Return the picture's title: what the branches read, in numbers."""
+    """Return the picture's title: what the branches read, in numbers; among several requests, whose they are."""
     if not view.cached:
         return f"Request r{view.request} is a padded row: nothing is drafted for it"
+    return among(view.request, view.requests, _reads(view))
+
+
+def _reads(view: DraftView) -> str:
     astray = next((read for read in view.reads if read.strays), None)
     if astray is not None:
         slots = plural(len(astray.strays), "slot")

@@ -14,7 +14,7 @@ TAIL, EDGE = 10, 26
 POOLED, COPY, REST = 3.0, 4, 3
 """Columns that all earlier keys take together, and that a copied page, and the unused end of a page, take at most."""
 GAP = 0.7
-"""Columns between the cached keys and a branch, and between branches."""
+"""Columns between the cached keys and a branch, unless these share a page, and between branches."""
 WIDTH, SIDE = 5.65, 0.28
 """Inches of all columns at most, and of one."""
 MOST_ROWS, MOST_COLUMNS = 24, 110
@@ -53,7 +53,8 @@ class DraftColumns:
             parts += _branch(view, branch)
         stretches, left, owner = [], 0.0, -1
         for kind, branch, first, end, width in parts:
-            left += GAP * (branch != owner)
+            shares_page = branch == 0 and view.copied > 0  # a gap in a page would look like a slot
+            left += GAP * (branch != owner and not shares_page)
             owner = branch
             stretches.append(Stretch(kind=kind, branch=branch, first=first, end=end, left=left, width=width))
             left += width

@@ -33,23 +33,20 @@ LEAST_DOT, LEAST_FRAME = 0.07, 0.06
 """Columns narrower than so many inches have no dot, or, as pages of one slot, no frame."""
 
 
-@show.register(DraftView, DraftPlan)
-def draft_pages(*xs: DraftView | DraftPlan, request: int | None = None, layer: int | None = None) -> Picture:
-    """Return a picture of one request's branches.
+@show.register(DraftPlan)
+def plan_pages(*plans: DraftPlan, request: int | None = None, layer: int | None = None) -> Picture:
+    """Return a picture of one request's branches, at one layer.
 
-    Of a plan, `request` is the first that is no padded row, and `layer` one with a window or chunk where there is one,
-    unless they are given.
+    `request` is the first that is no padded row, and `layer` one with a window or chunk where there is one, unless they
+    are given.
     """
-    require(len(xs) == 1, f"show: a picture shows the branches of 1 request, got {len(xs)}")
-    x = xs[0]
-    if isinstance(x, DraftView):
-        require(request is None and layer is None, "show: a DraftView is of one request and layer already")
-        return _picture(x)
-    seq: list[int] = x.batch.seq.device.tolist()
-    if not x.steps or not any(seq):
-        return _nothing("There is no request to draft for" if x.steps else "Branches of one draft need no step")
+    require(len(plans) == 1, f"show: a picture shows the branches of 1 request, got {len(plans)} plans")
+    (plan,) = plans
+    seq: list[int] = plan.batch.seq.device.tolist()
+    if not plan.steps or not any(seq):
+        return _nothing("There is no request to draft for" if plan.steps else "Branches of one draft need no step")
     number = next(r for r, tokens in enumerate(seq) if tokens) if request is None else request
-    return _picture(DraftView.of(x, request=number, layer=_partial_layer(x) if layer is None else layer))
+    return draft_pages(DraftView.of(plan, request=number, layer=_partial_layer(plan) if layer is None else layer))
 
 
 def _partial_layer(plan: DraftPlan) -> int:
@@ -67,7 +64,11 @@ def _nothing(title: str) -> Picture:
     return Picture(draw=draw, title=title, alt=f"{title}: no branch reads anything.")
 
 
-def _picture(view: DraftView) -> Picture:
+@show.register(DraftView)
+def draft_pages(*views: DraftView) -> Picture:
+    """Return a picture of one request's branches."""
+    require(len(views) == 1, f"show: a picture shows the branches of 1 request, got {len(views)}")
+    (view,) = views
     title = statement(view)
     if not view.cached:
         return _nothing(title)

@@ -29,7 +29,7 @@ from attnlab.plots.words import plural, short
 from attnlab.units import size
 
 PLOT_LEFT, PLOT_WIDTH = 1.55, 3.55
-COLUMNS = {"live": 5.74, "padding": 6.42, "left over": 7.04, "of": 8.09, "memory": RIGHT}
+COLUMNS = {"live": 5.74, "padding": 6.42, "left over": 7.0, "of": 8.17, "memory": RIGHT}
 """Where the numbers of a column end, in inches from the left."""
 ROW, OWNER, HEAD, FOOT = 0.2, 0.25, 0.30, 0.46
 """Inches of a buffer's row, of its owner's name, above the rows of a panel, and below them."""

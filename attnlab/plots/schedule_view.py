@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from attnlab.checks import require
 from attnlab.inspect.step import live_rows, prefix_and_new
@@ -26,7 +26,8 @@ class ScheduleView:
     `nominal` are the ranges asked for per request. `programs` are launched for each head tile, a range and KV head
     each; those beyond the ranges return at once. `head_tiles` are those of a KV head's query heads: where they are not
     known, programs are counted for one of them. `multiprocessors` gives the measure of an even share. None: not known.
-    `padded` rows of the plan, which stand for no request, are left out.
+    `padded` rows of the plan, which stand for no request, are left out. In a step of a draft with several branches a
+    row is a "branch", and what is said here of requests goes for these.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ScheduleView:
     programs: int | None = None
     multiprocessors: int | None = None
     padded: int = 0
+    row: Literal["request", "branch"] = "request"
 
     def __post_init__(self) -> None:
         require(
@@ -131,8 +133,11 @@ def schedule_views(
             multiprocessors = x.multiprocessors if multiprocessors is None else multiprocessors
             given: dict[str, Any] = {"name": name, "multiprocessors": multiprocessors, "head_tiles": head_tiles}
             lanes = [schedule_views(lane, **given)[0] for lane in x.lanes]
-            live = live_rows(*prefix_and_new(x))
-            return tuple(_with_layers(_without_padding(view, live), x, i) for i, view in enumerate(lanes))
+            prefix, new = prefix_and_new(x)
+            rows = [row for row, tokens in zip(x.batch.rows.tolist(), new, strict=True) if tokens]
+            row: Literal["request", "branch"] = "request" if len({*rows}) == len(rows) else "branch"
+            shown = [replace(_without_padding(view, live_rows(prefix, new)), row=row) for view in lanes]
+            return tuple(_with_layers(view, x, i) for i, view in enumerate(shown))
         case Lane():
             (view,) = schedule_views(x.splits, name=name, multiprocessors=multiprocessors, head_tiles=head_tiles)
             return (replace(view, kv_heads=x.schedule.kv_heads, programs=x.schedule.programs),)
@@ -240,10 +245,10 @@ def in_words(views: Sequence[ScheduleView]) -> str:
 def _one_in_words(view: ScheduleView) -> str:
     padded = f", and {plural(view.padded, 'padded row')}" if view.padded else ""
     if not view.total:
-        return f"{plural(len(view.ranges), 'request')} without a key{padded}"
-    longest = f"{plural(view.longest, 'key')}, in request {view.peaks[0][0]}"
+        return f"{plural(len(view.ranges), view.row)} without a key{padded}"
+    longest = f"{plural(view.longest, 'key')}, in {view.row} {view.peaks[0][0]}"
     spare = f", {plural(view.spare, 'program')} launched for no range" if view.spare else ""
     return (
-        f"{plural(len(view.ranges), 'request')} of {between(view.lens, 'key')} in {plural(sum(view.used), 'range')}, "
-        f"{between(view.used, 'range')} a request; the longest, {longest}{spare}{padded}"
+        f"{plural(len(view.ranges), view.row)} of {between(view.lens, 'key')} in {plural(sum(view.used), 'range')}, "
+        f"{between(view.used, 'range')} a {view.row}; the longest, {longest}{spare}{padded}"
     )

@@ -96,7 +96,8 @@ def _caption(panels: Sequence[Panel], axis: KeyAxis) -> str:
             "A batch with at least one request has a row for each of them here, cut into the ranges that programs read."
         )
     head = " for one KV head" if any(panel.view.kv_heads is not None for panel in panels) else ""
-    reads = f"Each row is one request, each block the keys that one program reads{head}"
+    row = "branch of a draft" if any(panel.view.row == "branch" for panel in panels) else "request"
+    reads = f"Each row is one {row}, each block the keys that one program reads{head}"
     lines = [f"{reads} (shades alternate to show the cuts)."]
     if axis.knee is None:
         lines.append("Blocks may be read side by side, but a step cannot end before its longest block is read.")

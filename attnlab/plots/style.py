@@ -55,7 +55,7 @@ class Theme:
 
     `ink` writes titles and numbers, `soft` captions, `faint` lines; `rule` frames what is empty, `panel` and `idle`
     lie under what is secondary. `accent` says "look here", once a picture. `requests` are told apart with any colour
-    vision; they belong to requests and to nothing else.
+    vision; they belong to requests, and in a chart, where there are none, to lines.
     """
 
     name: str

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from attnlab.inspect.tree_view import Draft, TreeView
 from attnlab.plots.token_text import LEGEND, visible
-from attnlab.plots.words import plural
+from attnlab.plots.words import among, plural
 
 TAIL, ZONE, SHORT_TAIL = 10, 12, 4
 """So many of the last cached keys have a column each; around the window's edge ZONE, and then only SHORT_TAIL last."""
@@ -48,10 +48,14 @@ def columns_of(view: TreeView) -> list[Column]:
 
 
 def statement(view: TreeView) -> str:
-    """Return the picture's title: what the drafts see, in numbers."""
-    count, prefix = len(view.drafts), view.prefix
-    if not count:
+    """Return the picture's title: what the drafts see, in numbers; among several requests, whose they are."""
+    if not view.drafts:
         return f"Request r{view.request} has no draft to verify"
+    return among(view.request, view.requests, _sees(view))
+
+
+def _sees(view: TreeView) -> str:
+    count, prefix = len(view.drafts), view.prefix
     if view.astray:
         return f"The mask is no tree: draft {view.astray[0]} sees others than its path to the root"
     if count == 1:

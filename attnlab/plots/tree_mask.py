@@ -29,34 +29,39 @@ ABOVE, LEGEND = 0.46, 0.32
 """Inches above the rows for what columns are, and below their names for the marks."""
 
 
-@show.register(TreeView, VerifyPlan)
-def tree_mask(*xs: TreeView | VerifyPlan) -> Picture:
-    """Return a picture of one request's drafts; of a plan, those of its first request that has some.
+@show.register(VerifyPlan)
+def plan_tree(*plans: VerifyPlan, request: int | None = None, layer: int | None = None) -> Picture:
+    """Return a picture of one request's drafts, at one layer.
 
-    A plan is shown as a layer with a window or chunk has it, where there is one. `TreeView.of(plan, request=...,
-    layer=..., tokens=...)` chooses, and brings texts.
+    `request` is the first that has some, and `layer` one with a window or chunk where there is one, unless they are
+    given. `TreeView.of(plan, request=..., layer=..., tokens=...)` brings texts, too.
     """
-    require(len(xs) == 1, f"show: a picture shows the drafts of 1 request, got {len(xs)}")
-    view = xs[0] if isinstance(xs[0], TreeView) else first_tree(xs[0])
-    if view is None:
+    require(len(plans) == 1, f"show: a picture shows the drafts of 1 request, got {len(plans)} plans")
+    (plan,) = plans
+    _, drafts = prefix_and_new(plan)
+    number = next((r for r, count in enumerate(drafts) if count), None) if request is None else request
+    if number is None:
         return _nothing()
+    return tree_mask(TreeView.of(plan, request=number, layer=_partial_layer(plan) if layer is None else layer))
+
+
+def _partial_layer(plan: VerifyPlan) -> int:
+    """Return a layer that sees part of its keys, or else the first."""
+    own = [layer for layer in plan.lane_of_layer if not plan.lane(layer).cross] or list(plan.lane_of_layer)
+    return next((layer for layer in own if plan.lane(layer).layout.sight.partial), own[0])
+
+
+@show.register(TreeView)
+def tree_mask(*views: TreeView) -> Picture:
+    """Return a picture of one request's drafts."""
+    require(len(views) == 1, f"show: a picture shows the drafts of 1 request, got {len(views)}")
+    (view,) = views
     title = statement(view)
 
     def draw(theme: Theme) -> Figure:
         return _figure(theme, title, view)
 
     return Picture(draw=draw, title=title, alt=in_words(view))
-
-
-def first_tree(plan: VerifyPlan) -> TreeView | None:
-    """Return the drafts of the first request that has some, in a layer that sees part of its keys if there is one."""
-    _, drafts = prefix_and_new(plan)
-    request = next((r for r, count in enumerate(drafts) if count), None)
-    if request is None:
-        return None
-    own = [layer for layer in plan.lane_of_layer if not plan.lane(layer).cross] or list(plan.lane_of_layer)
-    partial = (layer for layer in own if plan.lane(layer).layout.sight.partial)
-    return TreeView.of(plan, request=request, layer=next(partial, own[0]))
 
 
 def _nothing() -> Picture:

@@ -13,10 +13,23 @@ ROUNDING = 1e-5
 def plural(count: int, noun: str) -> str:
     """Return the count with its noun.
 
-    >>> plural(1, "key"), plural(15776, "key")
-    ('1 key', '15,776 keys')
+    >>> plural(1, "key"), plural(15776, "key"), plural(2, "entry"), plural(4, "branch")
+    ('1 key', '15,776 keys', '2 entries', '4 branches')
     """
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    if count == 1:
+        return f"{count:,} {noun}"
+    if noun.endswith("y") and noun[-2:-1] not in "aeiou":
+        return f"{count:,} {noun[:-1]}ies"
+    return f"{count:,} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
+def among(request: int, requests: int, words: str) -> str:
+    """Return what is said of a request, with its name where it is one of several.
+
+    >>> among(1, 2, "Each draft sees all"), among(0, 1, "Each draft sees all")
+    ('Request r1, one of 2. Each draft sees all', 'Each draft sees all')
+    """
+    return words if requests == 1 else f"Request r{request}, one of {requests:,}. {words}"
 
 
 def everything(keys: int) -> str:

@@ -289,7 +289,7 @@ def attend_latent(q_nope, q_rope, rows, w_uk, w_uv, scale):
 
 
 # %% 14-1
-# Four requests have 3 rows of 97 + 3 bits each. The one has 3 rows of 20 + 3, and 3 of the 4 x 3 rows of an input.
+# Four requests have 3 rows of 97 + 3 entries each. The one has 3 rows of 20 + 3, and 3 of the 4 x 3 rows of an input.
 answer_14_1 = [1200, 69, 9]
 
 # %% 14-2

@@ -38,3 +38,30 @@ from attnlab.compat.sglang.mods import relative_bias_score_mod as relative_bias_
 from attnlab.compat.sglang.multistep import TritonMultiStepDraftBackend as TritonMultiStepDraftBackend
 from attnlab.compat.sglang.records import KVWriteLoc as KVWriteLoc
 from attnlab.compat.sglang.verify import verify_splitkv_fwd as verify_splitkv_fwd
+
+__all__ = [
+    "ForwardMetadata",
+    "KVWriteLoc",
+    "TreeMaskMode",
+    "TritonAttnBackend",
+    "TritonMultiStepDraftBackend",
+    "VerifyMask",
+    "build_unified_kv_indices",
+    "cp_lse_ag_out_rs_mha",
+    "create_flashinfer_kv_indices_triton",
+    "create_triton_kv_indices_for_dcp_triton",
+    "decode_attention_fwd",
+    "decode_attention_fwd_grouped",
+    "decode_attention_fwd_normal",
+    "draft_kv_indices_buffer_width",
+    "draft_kv_indices_used_len",
+    "extend_attention_fwd",
+    "extend_attention_fwd_unified",
+    "generate_draft_decode_kv_indices",
+    "get_dcp_lens",
+    "get_num_kv_splits_triton",
+    "maybe_create_verify_mask",
+    "relative_bias_score_mod",
+    "update_sliding_window_buffer",
+    "verify_splitkv_fwd",
+]

@@ -56,7 +56,7 @@ def nothing_moves(answer: Any) -> str:
     try:
         other = TREE.renumbered(whole_numbers(answer))
     except ValueError as error:
-        raise Wrong(f"That is no order of the drafts: {error}.") from error
+        raise Wrong(f"That is no order of the drafts: {str(error).removeprefix('order: ')}.") from error
     moved = [draft for place, draft in enumerate(other.accepted) if draft != place]
     if not moved:
         return ""

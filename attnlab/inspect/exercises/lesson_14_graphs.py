@@ -25,22 +25,20 @@ Step = list[tuple[int, list[int]]]
 
 
 @exercise("14-1", Sequence, "a list of three numbers")
-def bits_and_rows(answer: Any) -> str:
-    """The bits of a mask's memory, those that are live, and the padded rows of an input."""
+def entries_and_rows(answer: Any) -> str:
+    """The entries of a mask's memory, those that are live, and the padded rows of an input."""
     if len(answer) != 3:
         return f"Expected a list of three numbers, (a), (b) and (c), got {answer!r}."
     room, live, padded = whole_numbers(answer)
     drafts, longest = SHAPE.drafts, SHAPE.longest or 0
     if room == SHAPE.requests * drafts * (longest - drafts):
-        return f"(a): a draft has a bit for each of the {drafts} drafts, too."
+        return f"(a): a draft has an entry for each of the {drafts} drafts, too."
     if room == drafts * longest:
         return f"(a): that is the memory for one request; the graph was captured for {SHAPE.requests}."
-    if room != _mask_bits():
-        return (
-            f"(a): a request has a row for each of its {drafts} drafts, and in it a bit for each key that it may have."
-        )
+    if room != _mask_entries():
+        return f"(a): a request has a row for each of its {drafts} drafts, and in it an entry for each key it may have."
     if live == drafts * CACHED:
-        return f"(b): a draft has a bit for each of the {drafts} drafts, too."
+        return f"(b): a draft has an entry for each of the {drafts} drafts, too."
     if live != drafts * (CACHED + drafts):
         return f"(b): one request, {drafts} drafts, and {CACHED} cached keys. How many pairs are these?"
     if padded == SHAPE.requests - 1:
@@ -50,7 +48,7 @@ def bits_and_rows(answer: Any) -> str:
     )
 
 
-def _mask_bits() -> int:
+def _mask_entries() -> int:
     mask = SHAPE.memory(device=torch.device("cpu"), max_tokens=10**6).mask
     return mask.bits.shape[0] if isinstance(mask, CustomMask) else 0
 
