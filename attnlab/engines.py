@@ -19,6 +19,7 @@ from attnlab.eager import scores as eager_scores
 from attnlab.eager import verify as eager_verify
 from attnlab.eager.index import EagerPlanOps
 from attnlab.kernels import decode as triton_decode
+from attnlab.kernels import decode_shares
 from attnlab.kernels import extend as triton_extend
 from attnlab.kernels import scores as triton_scores
 from attnlab.kernels import verify as triton_verify
@@ -160,7 +161,10 @@ class TritonEngine:
     def decode(self, call: DecodeCall) -> None:
         """Launch the split kernel, then the merge kernel."""
         with launching_on(self.device):
-            triton_decode.decode_split(call, target=self.target)
+            if call.lane.schedule.persistent:
+                decode_shares.decode_shares(call, target=self.target)
+            else:
+                triton_decode.decode_split(call, target=self.target)
             triton_decode.decode_merge(call, target=self.target)
 
     def extend(self, call: ExtendCall) -> None:

@@ -194,7 +194,7 @@ def test_a_slider_waits_until_it_is_let_go() -> None:
 def test_policies_are_known_in_a_fresh_process() -> None:
     program = "import attnlab; print(*attnlab.split_policies.names())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["seed", "static", "tile"]
+    assert done.stdout.split() == ["balanced", "seed", "static", "tile"]
 
 
 # --- Errors -------------------------------------------------------------------------------------------------------

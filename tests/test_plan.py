@@ -304,9 +304,9 @@ def test_a_policy_is_registered_in_one_of_two_forms() -> None:
 def test_a_policy_is_a_name_or_an_object() -> None:
     tile = Tile(tile=64)
     assert resolve_policy(tile) is tile and resolve_policy("tile") == Tile()
-    with pytest.raises(ValueError, match="policy: expected one of seed, static, tile.*, got 'sead'"):
+    with pytest.raises(ValueError, match="policy: expected one of balanced, seed, static, tile.*, got 'sead'"):
         resolve_policy("sead")
-    with pytest.raises(TypeError, match=r"policy: expected one of seed, .*got 8"):
+    with pytest.raises(TypeError, match=r"policy: expected one of balanced, seed, .*got 8"):
         resolve_policy(8)  # type: ignore[arg-type]
 
 

@@ -35,7 +35,7 @@ class Footprint:
             policy=splits.policy,
             asked=sum(splits.nominal),
             used=used,
-            programs=used * spec.kv_heads * tiles,
+            programs=lane.schedule.working() * tiles,
             launched=lane.schedule.programs * tiles,
             multiprocessors=multiprocessors,
             scratch_bytes=lane.scratch_bytes(heads=spec.heads, v_dim=spec.v_dim),

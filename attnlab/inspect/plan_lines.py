@@ -139,7 +139,7 @@ def lane_lines(plan: Plan, number: int, cached: Sequence[int], new: Sequence[int
 def _counts(lane: Lane, host: HostSplits) -> SplitCounts:
     used = sum(host.effective)
     schedule = lane.schedule
-    return SplitCounts(asked=sum(host.nominal), used=used, working=used * schedule.kv_heads, launched=schedule.programs)
+    return SplitCounts(asked=sum(host.nominal), used=used, working=schedule.working(), launched=schedule.programs)
 
 
 def _wrong(slots: Sequence[int], first: int, edge: int, end: int) -> str:

@@ -80,7 +80,8 @@ class Recorder:
         if not self.times:
             return None
         spec = self.backend.model.layer(layer).attention
-        shape = (lane.schedule.segments.shape[0], head_tiles(spec.group), 3)
+        programs = lane.schedule.programs if lane.schedule.persistent else lane.schedule.segments.shape[0]
+        shape = (programs, head_tiles(spec.group), 3)
         return torch.zeros(shape, dtype=torch.int64, device=lane.schedule.segments.device)
 
     def check_queries(self, layer: int, queries: Queries) -> None:

@@ -23,7 +23,7 @@ from attnlab import _triton
 from attnlab._boot import INTERPRETED
 from attnlab.assets import data_path
 from attnlab.checks import require
-from attnlab.kernels import decode, extend, index, scores, verify
+from attnlab.kernels import decode, decode_shares, extend, index, scores, verify
 from attnlab.kernels.launch import merge_options
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView
@@ -165,6 +165,11 @@ SHAPES = [
 ]
 NEW_ALONE = " of new keys alone"
 """Added to the names of variants whose mask leaves cached keys alone."""
+SHARED = (
+    *("gqa 4 x 128, fp8", "gqa 4 x 128, fp32", "gqa 8 x 128, every feature", "mha 80 (StableLM)", MHA.name),
+    GQA.name,
+)
+"""Shapes whose decode over even shares is compiled: the kernel's loops are those of the split kernel."""
 MERGED = ("gqa 4 x 128 (Llama-3)", "gqa 3 x 64 (SmolLM2)", "gqa 2 x 256 (Gemma)", "mha 80 (StableLM)", MLA.name)
 
 
@@ -176,6 +181,9 @@ def variants(target: Target) -> Iterator[Variant]:
     for shape in SHAPES:
         if shape.mod is not None or shape.name in MERGED:
             yield _merge_variant(shape, target)
+    for shape in SHAPES:
+        if (target.has_fp8 or shape.kv_dtype != FP8) and shape.name in SHARED:
+            yield _shares_variant(shape, target)
     for shape in (GQA, MHA, MLA):
         yield _scores_variant(shape, target)
     for shape in SHAPES:
@@ -230,6 +238,20 @@ def _split_variant(shape: Shape, target: Target) -> Variant:
         name=f"split: {shape.name}",
         kernel=decode._decode_split_kernel,
         pointers={**floats, **states, "slots_ptr": torch.int64},
+        constants={**constants, "TIMES": False, "times_ptr": None},
+        options=options,
+    )
+
+
+def _shares_variant(shape: Shape, target: Target) -> Variant:
+    constants, options = decode_shares.shares_constants(
+        spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype, has_lse=True
+    )
+    split = _split_variant(shape, target)
+    return Variant(
+        name=f"shares: {shape.name}",
+        kernel=decode_shares._decode_shares_kernel,
+        pointers={**split.pointers, "out_ptr": shape.dtype, "lse_ptr": torch.float32, "sinks_ptr": shape.dtype},
         constants={**constants, "TIMES": False, "times_ptr": None},
         options=options,
     )
@@ -329,7 +351,7 @@ def _merge_variant(shape: Shape, target: Target) -> Variant:
         name=f"merge: {shape.name}",
         kernel=decode._decode_merge_kernel,
         pointers={**dict.fromkeys(names, torch.float32), "out_ptr": shape.dtype},
-        constants=decode.merge_constants(spec=shape.spec(), target=target, has_lse=True),
+        constants=decode.merge_constants(spec=shape.spec(), target=target, has_lse=True, persistent=False),
         options=merge_options(target, num_warps=4),
     )
 

@@ -19,10 +19,16 @@ def slot_offsets(slots, stride_page, stride_slot, PAGE_SIZE: tl.constexpr):
 
 @jit
 def load_tile(rows, mask_rows, FIRST: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, COMPUTE: tl.constexpr):
-    """Columns FIRST to FIRST + BLOCK of the rows at these pointers; 0 beyond DIM and in masked rows."""
+    """Columns FIRST to FIRST + BLOCK of the rows at these pointers; 0 beyond DIM and in masked rows, if any are."""
     columns = FIRST + tl.arange(0, BLOCK)
-    mask = mask_rows[:, None] & (columns < DIM)[None, :]
-    return tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0).to(COMPUTE)
+    if mask_rows is not None:
+        mask = mask_rows[:, None] & (columns < DIM)[None, :]
+        tile = tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0)
+    elif FIRST + BLOCK > DIM:
+        tile = tl.load(rows[:, None] + columns[None, :], mask=(columns < DIM)[None, :], other=0.0)
+    else:
+        tile = tl.load(rows[:, None] + columns[None, :])
+    return tile.to(COMPUTE)
 
 
 @jit
@@ -95,7 +101,9 @@ def score_pipeline(
             aux_stride_head,
             aux_width,
         )
-    return tl.where(valid, scores, float("-inf"))
+    if valid is not None:
+        scores = tl.where(valid, scores, float("-inf"))
+    return scores
 
 
 @jit

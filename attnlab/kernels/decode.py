@@ -145,15 +145,20 @@ def decode_merge(call: DecodeCall, *, target: Target) -> None:
         rows.stride(1),
         lse.stride(0),
         lse.stride(1),
-        **merge_constants(spec=call.spec, target=target, has_lse=call.lse is not None),
+        **merge_constants(
+            spec=call.spec,
+            target=target,
+            has_lse=call.lse is not None,
+            persistent=call.lane.schedule.persistent,
+        ),
         **merge_options(target, num_warps=4),
     )
     if rows is not out:
         out.copy_(rows)
 
 
-def merge_constants(*, spec: AttentionSpec, target: Target, has_lse: bool) -> dict[str, Any]:
-    """Return the merge kernel's compile-time arguments."""
+def merge_constants(*, spec: AttentionSpec, target: Target, has_lse: bool, persistent: bool) -> dict[str, Any]:
+    """Return the merge kernel's compile-time arguments; under a `persistent` schedule lone partials are answers."""
     block_v = padded(spec.v_dim)
     return {
         "KV_HEADS": spec.kv_heads,
@@ -164,6 +169,7 @@ def merge_constants(*, spec: AttentionSpec, target: Target, has_lse: bool) -> di
         "HAS_SINKS": spec.has_sinks,
         "HAS_LSE": has_lse,
         "PDL": target.has_pdl,
+        "SKIPS_ALONE": persistent,
     }
 
 
@@ -314,6 +320,7 @@ def _decode_merge_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     PDL: tl.constexpr,
+    SKIPS_ALONE: tl.constexpr,
 ):
     if PDL:
         wait_for_earlier()
@@ -323,6 +330,9 @@ def _decode_merge_kernel(
     owner = merge_indptr_ptr + req * KV_HEADS + head // GROUP
     first = tl.load(owner)
     last = tl.load(owner + 1)
+    if SKIPS_ALONE:  # noqa: SIM102  (a constant of the compilation, then a number of the device)
+        if last - first == 1:  # its answer was written where the one partial was made
+            return
     offs_v = tl.arange(0, BLOCK_V)
     mask_v = offs_v < V_DIM
 

@@ -267,7 +267,7 @@ class Planner:
                 layout=self._layout(source.rows, layers, mine),
                 write_slots=self._write_slots(rows, layers, new),
                 splits=splits,
-                schedule=Schedule.one_range_a_program(splits, kv_heads=layers[0].attention.kv_heads),
+                schedule=Schedule.of(self.policy, splits, self.context(layers)),
             )
             for source, layers, mine, splits in zip(read, kinds.values(), lists, cuts, strict=True)
         )

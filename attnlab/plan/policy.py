@@ -50,6 +50,7 @@ class SplitBounds:
 
     max_ranges: int
     min_size: int
+    in_all: int | None = None
 
     def __post_init__(self) -> None:
         positive("max_ranges", self.max_ranges)
@@ -57,7 +58,8 @@ class SplitBounds:
 
     def capacity(self, *, reqs: int, total: int) -> int:
         """Return the most ranges that `reqs` requests of `total` tokens together can have."""
-        return min(reqs * self.max_ranges, total // self.min_size + reqs)
+        most = min(reqs * self.max_ranges, total // self.min_size + reqs)
+        return most if self.in_all is None else min(most, reqs + self.in_all)
 
 
 class SplitPolicy(ABC):
@@ -109,6 +111,37 @@ class SplitSizes:
         """
         share = -(-lens // counts.clamp(min=1))
         return cls(size=-(-share // MIN_BLOCK) * MIN_BLOCK, nominal=counts)
+
+
+class SharePolicy(SplitPolicy):
+    """A rule that cuts a whole batch into even shares, whatever requests these fall into.
+
+    A share is what one program reads for its KV head, at most a few requests' parts. Where several steps have one cut
+    (drafts) requests are cut at multiples of a share's size instead.
+    """
+
+    tile: int
+    """Keys of the tiles that are dealt."""
+
+    def label(self, ctx: SplitContext) -> str:
+        """Return the name with the number of shares, for tables and pictures."""
+        return f"{self.name} {self.shares(ctx)}"
+
+    @abstractmethod
+    def shares(self, ctx: SplitContext) -> int:
+        """Return how many shares every KV head's keys are dealt in."""
+
+    def bounds(self, *, bound_max: int, ctx: SplitContext) -> SplitBounds:
+        """Return what cuts at the borders of shares and of requests come to: one a request, and one a share."""
+        shares = self.shares(ctx)
+        most = max(1, min(shares + 1, -(-bound_max // self.tile)))
+        return SplitBounds(max_ranges=most, min_size=1, in_all=shares)
+
+    def sizes(self, lens: Int[Tensor, " reqs"], ctx: SplitContext) -> SplitSizes:
+        """Return the size of a share for every request."""
+        shares, tiles = self.shares(ctx), -(-lens // self.tile)
+        size = ((tiles.sum() + shares - 1) // shares).clamp(min=1).int() * self.tile
+        return SplitSizes(size=torch.ones_like(lens) * size, nominal=-(-lens // size))
 
 
 HostRule = Callable[[Sequence[int], SplitContext], Sequence[Sequence[tuple[int, int]]]]

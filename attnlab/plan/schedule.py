@@ -15,7 +15,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attnlab.checks import contiguous, require, tensor
-from attnlab.plan.splits import SplitPlan, offsets_of
+from attnlab.plan.policy import HostPolicy, SharePolicy, SplitContext, SplitPolicy
+from attnlab.plan.splits import SplitPlan, offsets_of, owner_of, share_starts
 
 SEGMENT = ("request", "kv_head", "first", "last", "partial")
 """The columns of a segment: it reads list entries `[first, last)`; an empty one (first == last) does nothing."""
@@ -27,7 +28,8 @@ class Schedule:
 
     Each segment leaves its own partial, a row of the scratch below `partials`. Those of (request r, KV head h) are
     `merge_indptr[r * kv_heads + h]` up to the next entry, in key order: whatever order the programs run in, the merge
-    reads them so. All tensors are int32 and contiguous. Call `validate` after changing a schedule by hand.
+    reads them so. All tensors are int32 and contiguous. `persistent`: the grid is of programs that walk through their
+    segments; else every segment is a program. Call `validate` after changing a schedule by hand.
     """
 
     segments: Int[Tensor, "segments 5"]
@@ -35,6 +37,7 @@ class Schedule:
     merge_indptr: Int[Tensor, " reqs_kv_heads_1"]
     kv_heads: int
     partials: int
+    persistent: bool = False
 
     def __post_init__(self) -> None:
         device = self.segments.device
@@ -49,6 +52,17 @@ class Schedule:
     def programs(self) -> int:
         """Programs launched per head tile; those without a segment return at once."""
         return self.program_indptr.shape[0] - 1
+
+    def working(self) -> int:
+        """Return how many of them have a segment. Waits for the device."""
+        return int((self.program_indptr.diff() > 0).sum())
+
+    @classmethod
+    def of(cls, policy: SplitPolicy | HostPolicy, splits: SplitPlan, ctx: SplitContext) -> Schedule:
+        """Return the dealing that goes with a policy's cuts."""
+        if isinstance(policy, SharePolicy):
+            return cls.even_shares(splits, kv_heads=ctx.kv_heads, shares=policy.shares(ctx), tile=policy.tile)
+        return cls.one_range_a_program(splits, kv_heads=ctx.kv_heads)
 
     @classmethod
     def one_range_a_program(cls, splits: SplitPlan, *, kv_heads: int) -> Schedule:
@@ -80,6 +94,42 @@ class Schedule:
             merge_indptr=merge_indptr,
             kv_heads=kv_heads,
             partials=programs,
+        )
+
+    @classmethod
+    def even_shares(cls, splits: SplitPlan, *, kv_heads: int, shares: int, tile: int) -> Schedule:
+        """Deal ranges that were cut at shares of one size: program `c * kv_heads + h` reads share c for KV head h.
+
+        `splits` are those of `splits_of_shares`. Neighbouring programs read the same tokens. No host sync.
+        """
+        device, capacity = splits.indptr.device, splits.capacity
+        number = torch.arange(capacity, dtype=torch.int32, device=device)
+        live = number < splits.indptr[-1]
+        # A range lies in the share that holds its first tile of the line of all.
+        tiles = -(-(splits.end - splits.start) // tile)
+        offset = offsets_of(tiles)
+        share = owner_of(offset[:-1], torch.cat([share_starts(offset[-1], shares), offset[-1:]]))
+        counts = torch.zeros(shares, dtype=torch.int32, device=device).scatter_add_(0, share.long(), live.int())
+        first = offsets_of(counts)  # of every share's first range
+        head = torch.arange(kv_heads, dtype=torch.int32, device=device)
+        merge_indptr = offsets_of(splits.indptr.diff().repeat_interleave(kv_heads))
+        request = splits.request.long()
+        within = (number - splits.indptr[request])[:, None]
+        partial = merge_indptr[request[:, None] * kv_heads + head] + within if splits.reqs else within + head
+        columns = (splits.request[:, None], head, splits.start[:, None], splits.end[:, None], partial)
+        row = torch.stack([x.expand(capacity, kv_heads) for x in columns], -1)
+        place = first[share][:, None] * kv_heads + head * counts[share][:, None] + (number - first[share])[:, None]
+        place = torch.where(live[:, None], place, capacity * kv_heads).long()
+        segments = torch.zeros(capacity * kv_heads + 1, len(SEGMENT), dtype=torch.int32, device=device)
+        segments.index_put_((place.flatten(),), row.reshape(-1, len(SEGMENT)).int())
+        programs = (first[:-1, None] * kv_heads + head * counts[:, None]).flatten()
+        return cls(
+            segments=segments[:-1],
+            program_indptr=torch.cat([programs, first[-1:] * kv_heads]).int(),
+            merge_indptr=merge_indptr,
+            kv_heads=kv_heads,
+            partials=capacity * kv_heads,
+            persistent=True,
         )
 
     def validate(self, splits: SplitPlan) -> None:

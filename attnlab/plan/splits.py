@@ -17,7 +17,15 @@ from torch import Tensor
 
 from attnlab.batch import HostLens, Lens
 from attnlab.checks import require, tensor
-from attnlab.plan.policy import HostPolicy, SplitBounds, SplitContext, SplitPolicy, SplitSizes, resolve_policy
+from attnlab.plan.policy import (
+    HostPolicy,
+    SharePolicy,
+    SplitBounds,
+    SplitContext,
+    SplitPolicy,
+    SplitSizes,
+    resolve_policy,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -167,6 +175,11 @@ def cut_lens(
     if isinstance(policy, HostPolicy):
         return splits_of_host(policy, known_lens(policy, lens), ctx, live)
     bounds = policy.bounds(bound_max=lens.bound_max, ctx=ctx)
+    if isinstance(policy, SharePolicy):
+        capacity = bounds.capacity(reqs=lens.count, total=lens.bound_total)
+        return splits_of_shares(
+            live, shares=policy.shares(ctx), tile=policy.tile, capacity=capacity, policy=policy.label(ctx)
+        )
     sizes = sizes_of(policy, live.clone(), ctx)  # a rule that writes into its lengths must not change ours
     return splits_of_sizes(sizes, live, policy=policy.label(ctx), bounds=bounds, total=lens.bound_total)
 
@@ -276,3 +289,48 @@ def owner_of(entries: Int[Tensor, " n"], indptr: Int[Tensor, " reqs_1"]) -> Int[
     """Return which request's list each entry lies in; entries beyond the last list get the last request."""
     owner = torch.searchsorted(indptr[1:], entries, right=True)
     return owner.clamp(max=indptr.shape[0] - 2)
+
+
+def splits_of_shares(lens: Int[Tensor, " reqs"], *, shares: int, tile: int, capacity: int, policy: str) -> SplitPlan:
+    """Return the ranges that begin with a request or with a share; at most `reqs + shares - 1`. No host sync.
+
+    Share c holds tiles `c * total // shares` up to the next share's of the `total` that all requests have, each of
+    `tile` keys but for a request's last.
+    """
+    reqs, device = lens.shape[0], lens.device
+    if reqs == 0 or capacity == 0:
+        nothing = torch.zeros(0, dtype=torch.int32, device=device)
+        return SplitPlan(
+            policy=policy, indptr=offsets_of(lens), request=nothing, start=nothing, end=nothing, nominal=lens
+        )
+    tiles = -(-lens // tile)
+    offset = offsets_of(tiles)  # of every request's first tile in the line
+    first = share_starts(offset[-1], shares)
+    # Where anything begins, in order; what begins at the same place as the next is empty.
+    begin = torch.cat([offset[:-1], first]).sort().values
+    until = torch.cat([begin[1:], offset[-1:]])
+    live = begin < until
+    place = torch.where(live, live.cumsum(0) - 1, capacity)
+    request = owner_of(begin, offset)
+    start = (begin - offset[request]) * tile
+    end = torch.minimum((until - offset[request]) * tile, lens[request])
+
+    def packed(x: Tensor) -> Tensor:
+        room = torch.zeros(capacity + 1, dtype=torch.int32, device=device)
+        return room.scatter_(0, place.clamp(max=capacity), x.int())[:capacity]
+
+    counts = torch.zeros(reqs, dtype=torch.int32, device=device).scatter_add_(0, request.long(), live.int())
+    return SplitPlan(
+        policy=policy,
+        indptr=offsets_of(counts),
+        request=packed(request),
+        start=packed(start),
+        end=packed(end),
+        nominal=counts,
+    )
+
+
+def share_starts(total: Int[Tensor, ""], shares: int) -> Int[Tensor, " shares"]:
+    """Return the first tile of every share of a line of `total` tiles."""
+    number = torch.arange(shares, dtype=torch.int64, device=total.device)
+    return (number * total // shares).int()

@@ -12,7 +12,7 @@ from attnlab.inspect.step import live_rows, prefix_and_new
 from attnlab.inspect.workbench import Workbench
 from attnlab.kernels.decode import head_tiles as head_tiles_of
 from attnlab.plan.plans import DecodePlan, Lane
-from attnlab.plan.policy import HostPolicy, SplitContext, SplitPolicy
+from attnlab.plan.policy import HostPolicy, SplitContext, SplitPolicy, resolve_policy
 from attnlab.plan.schedule import Schedule
 from attnlab.plan.splits import HostSplits, SplitPlan, check_ranges, cut
 from attnlab.plots.words import between, everything, plural, short, times
@@ -24,7 +24,8 @@ class ScheduleView:
     """One way of cutting a batch: each request's ranges, and the programs that read them, as far as known.
 
     `nominal` are the ranges asked for per request. `programs` are launched for each head tile, a range and KV head
-    each; those beyond the ranges return at once. `head_tiles` are those of a KV head's query heads: where they are not
+    each; those beyond the ranges return at once. `busy` of them have keys where one may read several ranges; None: each
+    reads one. `head_tiles` are those of a KV head's query heads: where they are not
     known, programs are counted for one of them. `multiprocessors` gives the measure of an even share. None: not known.
     `padded` rows of the plan, which stand for no request, are left out. In a step of a draft with several branches a
     row is a "branch", and what is said here of requests goes for these.
@@ -36,6 +37,7 @@ class ScheduleView:
     kv_heads: int | None = None
     head_tiles: int | None = None
     programs: int | None = None
+    busy: int | None = None
     multiprocessors: int | None = None
     padded: int = 0
     row: Literal["request", "branch"] = "request"
@@ -81,6 +83,8 @@ class ScheduleView:
     @property
     def working(self) -> int | None:
         """Programs that have keys."""
+        if self.busy is not None:
+            return self.busy * (self.head_tiles or 1)
         return None if self.dealt is None else self.dealt * sum(self.used)
 
     @property
@@ -93,7 +97,7 @@ class ScheduleView:
     @property
     def spare_ranges(self) -> int | None:
         """The same in ranges; None where not known, or where programs are not dealt out by range and KV head."""
-        if self.spare is None or not self.dealt or self.spare % self.dealt:
+        if self.spare is None or self.busy is not None or not self.dealt or self.spare % self.dealt:
             return None
         return self.spare // self.dealt
 
@@ -140,7 +144,7 @@ def schedule_views(
             return tuple(_with_layers(view, x, i) for i, view in enumerate(shown))
         case Lane():
             (view,) = schedule_views(x.splits, name=name, multiprocessors=multiprocessors, head_tiles=head_tiles)
-            return (replace(view, kv_heads=x.schedule.kv_heads, programs=x.schedule.programs),)
+            return (replace(view, **_dealing(x.schedule)),)
         case SplitPlan():
             return schedule_views(x.to_host(), name=name, multiprocessors=multiprocessors, head_tiles=head_tiles)
         case HostSplits():
@@ -159,10 +163,16 @@ def schedule_views(
 def cut_view(policy: str | SplitPolicy | HostPolicy, lens: Sequence[int], ctx: SplitContext) -> ScheduleView:
     """Return what a picture shows of a policy's cuts, with the programs that would read them; it needs no pool."""
     splits = cut(policy, lens, ctx)
-    programs = Schedule.one_range_a_program(splits, kv_heads=ctx.kv_heads).programs
+    schedule = Schedule.of(resolve_policy(policy), splits, ctx)
     tiles = head_tiles_of(ctx.heads // ctx.kv_heads)
     (view,) = schedule_views(splits, multiprocessors=ctx.multiprocessors, head_tiles=tiles)
-    return replace(view, kv_heads=ctx.kv_heads, programs=programs)
+    return replace(view, **_dealing(schedule))
+
+
+def _dealing(schedule: Schedule) -> dict[str, Any]:
+    """Return what a schedule adds to a view."""
+    busy = schedule.working() if schedule.persistent else None
+    return {"kv_heads": schedule.kv_heads, "programs": schedule.programs, "busy": busy}
 
 
 def _head_tiles(model: ModelSpec, plan: DecodePlan, lane: int) -> int | None:

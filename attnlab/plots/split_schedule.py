@@ -257,7 +257,8 @@ def _launch_words(view: ScheduleView) -> str:
     if view.kv_heads is None or view.working is None:
         return ranges
     tiles = f" × {view.head_tiles} head tiles" if view.head_tiles not in (None, 1) else ""
-    words = f"{ranges} × {plural(view.kv_heads, 'KV head')}{tiles} = {plural(view.working, 'program')} with keys"
+    dealt = "=" if view.busy is None else "shared by"  # where a program may read several
+    words = f"{ranges} × {plural(view.kv_heads, 'KV head')}{tiles} {dealt} {plural(view.working, 'program')} with keys"
     if view.per_multiprocessor is not None:
         device = plural(view.multiprocessors or 1, "multiprocessor")
         words += f", {two_digits(view.per_multiprocessor)} for each of {device}"

@@ -64,7 +64,7 @@ def ranges(policy: SplitPolicy | HostPolicy, batch: list[int], ctx: SplitContext
 
 
 def test_the_published_policies_are_registered() -> None:
-    assert NAMES[:3] == ["seed", "static", "tile"]
+    assert NAMES[:4] == ["balanced", "seed", "static", "tile"]
 
 
 @every_policy

@@ -1,0 +1,312 @@
+"""Decode over even shares: a program reads one share of all keys, segment after segment, of whichever requests.
+
+The variant of `decode.py` for schedules that deal several segments to a program. It leaves the same partials, and
+merges with the same kernel; answers that need no merge are written at once.
+Source of the method: Stream-K (Osama et al., 2023), LeanAttention (Sanovar et al., 2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlab._triton import device_clock, jit, multiprocessor, release_dependents, tl
+from attnlab.kernels.core import attend_tile, join_sink, load_queries, slot_offsets, store_states, write_rows
+from attnlab.kernels.decode import HEAD_TILE, head_tiles
+from attnlab.kernels.launch import lifted, slot_stride, tile_constants, written
+from attnlab.kernels.target import Target
+from attnlab.memory.pool import FP8, KVView, compute_dtype
+from attnlab.plan.call import DecodeCall
+from attnlab.plan.policies.balanced import NARROW_DIM
+from attnlab.spec import AttentionSpec
+
+NARROW_BELOW = 2**31
+"""Elements of a storage whose offsets fit 32 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharesConfig:
+    """Tile size and launch options for one shape on one target. `num_stages` is of the loop over whole tiles."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def choose(
+        cls, spec: AttentionSpec, target: Target, *, compute: torch.dtype, kv_dtype: torch.dtype
+    ) -> SharesConfig:
+        """Return the choice; the one place where it is made."""
+        if target.kind == "interpreter":
+            return cls(block_n=64, num_warps=4, num_stages=1)  # small enough that short ranges have whole tiles
+        wide = spec.qk_dim > 256
+        if target.kind == "hip":
+            return cls(block_n=16 if wide else 32, num_warps=4, num_stages=1)
+        if compute == torch.float32:
+            return cls(block_n=32, num_warps=8, num_stages=1 if wide else 2)
+        if wide:
+            return cls(block_n=32, num_warps=4, num_stages=3)
+        if spec.v_dim > NARROW_DIM:
+            return cls(block_n=64, num_warps=4, num_stages=3)
+        # Few warps and four programs a multiprocessor keep more loads on their way than many warps do; what changes
+        # between load and dot (fp8, a modifier's scores) needs registers, so its tiles are smaller.
+        small = kv_dtype == FP8 or spec.mod is not None
+        return cls(block_n=32, num_warps=2, num_stages=5) if small else cls(block_n=64, num_warps=2, num_stages=3)
+
+
+def decode_shares(call: DecodeCall, *, target: Target) -> None:
+    """Leave the softmax state of every segment of the schedule in `call.partials`, and whole answers in `call.out`.
+
+    Computes: as `decode_split`; where a request has one segment of a KV head, what `decode_merge` computes of it too.
+    Shapes: as `DecodeCall` has them.
+    Grid: (programs, head tiles): a program owns its segments of the schedule, and up to 16 query heads of a group.
+    Reads/writes: the keys and values of the segments' slots alone; of partials and outputs, its own rows.
+    """
+    q, view, spec, schedule, partials = call.q, call.view, call.spec, call.lane.schedule, call.partials
+    if call.out.shape[0] == 0:
+        return
+    q = lifted(q, target)
+    rows = written(call.out, target)
+    lse = partials.max if call.lse is None else call.lse
+    bias = q if call.aux is None else call.aux  # any tensor will do where no modifier reads it
+    constants, options = shares_constants(
+        spec=spec, view=view, target=target, q_dtype=call.q.dtype, has_lse=call.lse is not None
+    )
+    _decode_shares_kernel[(schedule.programs, head_tiles(spec.group))](
+        q,
+        view.k,
+        view.v,
+        call.lane.layout.index.slots,
+        call.lane.layout.index.indptr,
+        call.lane.layout.start,
+        schedule.segments,
+        schedule.program_indptr,
+        partials.acc,
+        partials.max,
+        partials.sum,
+        bias,
+        schedule.merge_indptr,
+        partials.max if call.sinks is None else call.sinks,
+        rows,
+        lse,
+        call.times,
+        spec.scale * view.k_scale,
+        1.0 if spec.softcap is None else spec.softcap,
+        view.v_scale,
+        q.stride(0),
+        q.stride(1),
+        view.k.stride(0),  # between pages; where PAGE_SIZE is 1 it goes unread
+        slot_stride(view, view.k),
+        view.k.stride(-2),
+        view.v.stride(0),
+        slot_stride(view, view.v),
+        view.v.stride(-2),
+        bias.stride(0),
+        bias.stride(1),
+        bias.shape[2],
+        rows.stride(0),
+        rows.stride(1),
+        lse.stride(0),
+        lse.stride(1),
+        **constants,
+        TIMES=call.times is not None,
+        **options,
+    )
+    if rows is not call.out:
+        call.out.copy_(rows)
+
+
+def shares_constants(
+    *, spec: AttentionSpec, view: KVView, target: Target, q_dtype: torch.dtype, has_lse: bool
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on."""
+    compute = compute_dtype(q_dtype, view.k.dtype)
+    config = SharesConfig.choose(spec, target, compute=compute, kv_dtype=view.k.dtype)
+    constants: dict[str, Any] = {
+        "KV_HEADS": spec.kv_heads,
+        "GROUP": spec.group,
+        "BLOCK_H": HEAD_TILE,
+        **tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n),
+        "HAS_SINKS": spec.has_sinks,
+        "HAS_LSE": has_lse,
+        "NARROW": max(_extent(view.k), _extent(view.v)) < NARROW_BELOW,
+        "STAGES": config.num_stages,
+        "PDL": target.has_pdl,
+    }
+    return constants, {"num_warps": config.num_warps}
+
+
+def _extent(x: Tensor) -> int:
+    """Return how many elements lie between the first of a view and the end of its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+@jit
+def _decode_shares_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    slots_ptr,
+    indptr_ptr,
+    start_ptr,
+    segments_ptr,
+    programs_ptr,
+    acc_ptr,
+    max_ptr,
+    sum_ptr,
+    aux_ptr,
+    merge_indptr_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    times_ptr,
+    scale,
+    softcap,
+    v_scale,
+    q_stride_token,
+    q_stride_head,
+    k_stride_page,
+    k_stride_slot,
+    k_stride_head,
+    v_stride_page,
+    v_stride_slot,
+    v_stride_head,
+    aux_stride_token,
+    aux_stride_head,
+    aux_width,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_token,
+    lse_stride_head,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    V_IS_K_TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TEMPERATURE_LEN: tl.constexpr,
+    MOD: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    NARROW: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+    TIMES: tl.constexpr,
+):
+    if TIMES:
+        began = device_clock()
+    # 1. What is mine: some segments, for up to 16 heads of a group. Strides may be large: offsets are 64-bit.
+    PACKED: tl.constexpr = BLOCK_H > 1
+    member = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_h = member < GROUP
+    number = tl.load(programs_ptr + tl.program_id(0))
+    end = tl.load(programs_ptr + tl.program_id(0) + 1)
+    while number < end:
+        segment = segments_ptr + number * 5
+        req = tl.load(segment).to(tl.int64)
+        kv_head = tl.load(segment + 1)
+        first = tl.load(segment + 2)
+        last = tl.load(segment + 3)
+        partial = tl.load(segment + 4).to(tl.int64)
+        k_head_ptr = k_ptr + kv_head.to(tl.int64) * k_stride_head
+        v_head_ptr = v_ptr + kv_head.to(tl.int64) * v_stride_head
+        list_start = tl.load(indptr_ptr + req)
+        list_end = tl.load(indptr_ptr + req + 1)
+        start = tl.load(start_ptr + req)
+        q_pos = start + list_end - list_start - 1
+        head = kv_head * GROUP + member
+        q_rows = q_ptr + req * q_stride_token + head.to(tl.int64) * q_stride_head
+        q, q_rest = load_queries(q_rows, mask_h, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
+
+        # 2. Its keys: whole tiles, which hide nothing but from a modifier that may look, then the rest of a tile.
+        running_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
+        running_sum = tl.zeros([BLOCK_H], tl.float32)
+        acc = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+        whole = first + (last - first) // BLOCK_N * BLOCK_N
+        for REST in tl.static_range(2):
+            begin = whole if REST else first
+            stop = last if REST else whole
+            for at in tl.range(begin, stop, BLOCK_N, num_stages=1 if REST else STAGES):
+                entry = at + tl.arange(0, BLOCK_N)
+                if REST or MOD is not None:
+                    mask_n = entry < last
+                    visible = mask_h[:, None] & mask_n[None, :]
+                    slots = tl.load(slots_ptr + list_start + entry, mask=mask_n, other=0)
+                else:
+                    mask_n = None
+                    visible = None
+                    slots = tl.load(slots_ptr + list_start + entry)
+                if NARROW:
+                    slots = slots.to(tl.int32)
+                running_max, running_sum, acc = attend_tile(
+                    running_max,
+                    running_sum,
+                    acc,
+                    q,
+                    q_rest,
+                    k_head_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE),
+                    v_head_ptr + slot_offsets(slots, v_stride_page, v_stride_slot, PAGE_SIZE),
+                    mask_n,
+                    visible,
+                    q_pos,
+                    (start + entry)[None, :],
+                    req,
+                    head[:, None],
+                    scale,
+                    softcap,
+                    aux_ptr,
+                    aux_stride_token,
+                    aux_stride_head,
+                    aux_width,
+                    QK_DIM,
+                    V_DIM,
+                    BLOCK_N,
+                    BLOCK_D,
+                    BLOCK_R,
+                    BLOCK_V,
+                    PACKED,
+                    V_IS_K_TILE,
+                    HAS_SOFTCAP,
+                    TEMPERATURE_LEN,
+                    MOD,
+                    COMPUTE,
+                )
+
+        # 3. Leave the state; of a request that nobody else reads for this head it is the whole answer.
+        state = partial * GROUP + member
+        store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_h, V_DIM, BLOCK_V)
+        owner = merge_indptr_ptr + req * KV_HEADS + kv_head
+        if tl.load(owner + 1) - tl.load(owner) == 1:
+            if HAS_SINKS:
+                sink = tl.load(sinks_ptr + head, mask=mask_h, other=0.0).to(tl.float32)
+                running_max, running_sum, fade = join_sink(running_max, running_sum, sink)
+                acc = acc * fade[:, None]
+            write_rows(
+                running_max,
+                running_sum,
+                acc * v_scale,
+                out_ptr + req * out_stride_token + head.to(tl.int64) * out_stride_head,
+                lse_ptr + req * lse_stride_token + head.to(tl.int64) * lse_stride_head,
+                mask_h,
+                V_DIM,
+                BLOCK_V,
+                HAS_LSE,
+            )
+        number += 1
+    if PDL:
+        release_dependents()
+    if TIMES:
+        note = times_ptr + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 3
+        tl.store(note, multiprocessor().to(tl.int64))
+        tl.store(note + 1, began)
+        tl.store(note + 2, device_clock())

@@ -1,0 +1,43 @@
+"""Balanced: every program reads the same number of keys, whichever requests they belong to.
+
+Source of the method: Stream-K (Osama et al., 2023) and LeanAttention (Sanovar et al., 2024), with whole tiles dealt by
+column: a share is read by one program for every KV head, so that heads walk the same tokens in step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attnlab.checks import positive
+from attnlab.plan.policy import SharePolicy, SplitContext, split_policy
+
+UNKNOWN = 128
+"""Multiprocessors where the device does not say."""
+HEAD_TILE = 16
+"""Query heads of a group that one program serves."""
+NARROW_DIM = 128
+"""Of values up to so wide an H200 multiprocessor holds four programs of the kernel, of wider ones two (measured)."""
+
+
+@split_policy("balanced")
+@dataclass(frozen=True, kw_only=True)
+class Balanced(SharePolicy):
+    """Deal tiles of `tile` keys to all programs that a device holds at a time, an even share each.
+
+    `programs` are those that a multiprocessor holds; None: four, or two where values are wider than 128. Not
+    batch-invariant: where a request is cut depends on all that come before it.
+    """
+
+    tile: int = 128
+    programs: int | None = None
+
+    def __post_init__(self) -> None:
+        positive("tile", self.tile)
+        if self.programs is not None:
+            positive("programs", self.programs)
+
+    def shares(self, ctx: SplitContext) -> int:
+        """Return as many shares as programs of one KV head run at a time."""
+        programs = self.programs or (4 if ctx.v_dim <= NARROW_DIM and not ctx.mla else 2)
+        tiles = -(-(ctx.heads // ctx.kv_heads) // HEAD_TILE)
+        return max(1, (ctx.multiprocessors or UNKNOWN) * programs // (ctx.kv_heads * tiles))

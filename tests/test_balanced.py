@@ -1,0 +1,208 @@
+"""Even shares: every program reads as much as any other, each key is read once, and the answers are the oracle's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attnlab
+from attnlab.eager import oracle
+from attnlab.inspect.record import record
+from attnlab.kernels import decode_shares
+from attnlab.plan.policies.balanced import Balanced
+from attnlab.plan.policy import SharePolicy, SplitContext
+from attnlab.plan.schedule import Schedule
+from attnlab.plan.splits import cut, share_starts, splits_of_shares
+from attnlab.plots.schedule_view import cut_view
+from attnlab.plots.show import show
+from tests.cases import CASES, ENGINES, Case, Stand
+from tests.extend_cases import CASES as EXTENDED
+from tests.extend_cases import Case as Several
+from tests.extend_cases import Stand as SeveralStand
+from tests.serving import Server
+from tests.strategies import DEVICE, lens
+from tests.syncs import nothing_waits
+from tests.test_no_sync import MODES, on_device
+from tests.tolerances import LSE, OUTPUT
+
+engines = pytest.mark.parametrize(("engine", "device"), ENGINES, ids=[name for name, _ in ENGINES])
+TOY = CASES[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Few(SharePolicy):
+    """Few shares, so that every program reads parts of several requests."""
+
+    name = "few"
+    tile: int = 32
+    count: int = 3
+
+    def shares(self, ctx: SplitContext) -> int:
+        return self.count
+
+
+def context(kv_heads: int = 2, multiprocessors: int | None = 132) -> SplitContext:
+    return SplitContext(
+        heads=8, kv_heads=kv_heads, v_dim=32, mla=False, context_len=1 << 20, multiprocessors=multiprocessors
+    )
+
+
+# Cutting and dealing
+
+
+@given(batch=lens(max_len=5_000), shares=st.integers(1, 40), tile=st.sampled_from([1, 16, 128]), kv=st.integers(1, 4))
+def test_every_key_is_read_once_and_shares_differ_by_a_tile_at_most(
+    batch: list[int], shares: int, tile: int, kv: int
+) -> None:
+    policy = Few(tile=tile, count=shares)
+    splits = cut(policy, batch, context())
+    splits.validate(batch)
+    schedule = Schedule.even_shares(splits, kv_heads=kv, shares=shares, tile=tile)
+    schedule.validate(splits)
+    assert schedule.programs == shares * kv and schedule.persistent
+    tiles = [0] * schedule.programs
+    owned, rows = schedule.program_indptr.tolist(), schedule.segments.tolist()
+    for program in range(schedule.programs):
+        mine = rows[owned[program] : owned[program + 1]]
+        assert {row[1] for row in mine} <= {program % kv}
+        tiles[program] = sum(-(-(last - first) // tile) for _, _, first, last, _ in mine)
+        assert all(first % tile == 0 for _, _, first, _, _ in mine)
+    total = sum(-(-n // tile) for n in batch)
+    assert set(tiles) <= {total // shares, -(-total // shares)}
+    assert sum(splits.to_host().effective) <= len(batch) + shares
+
+
+@given(total=st.integers(0, 1 << 30), shares=st.integers(1, 4096))
+def test_shares_begin_evenly_apart_also_in_long_lines(total: int, shares: int) -> None:
+    starts = share_starts(torch.tensor(total, dtype=torch.int32), shares).tolist()
+    assert starts == [i * total // shares for i in range(shares)]
+
+
+@given(batch=lens(max_len=3_000, min_reqs=1), slack=st.integers(0, 500))
+def test_what_is_promised_holds_every_range(batch: list[int], slack: int) -> None:
+    for policy in (Balanced(), Few(count=5)):
+        bounds = policy.bounds(bound_max=max(batch) + slack, ctx=context())
+        host = cut(policy, batch, context()).to_host()
+        assert max(host.effective) <= bounds.max_ranges
+        assert sum(host.effective) <= bounds.capacity(reqs=len(batch), total=sum(batch) + slack)
+
+
+def test_there_are_as_many_shares_as_programs_run_at_a_time() -> None:
+    assert Balanced(programs=2).shares(context(kv_heads=8)) == 33
+    assert Balanced(programs=1).shares(replace(context(), heads=200, kv_heads=200)) == 1
+    assert Balanced(programs=2).shares(context(multiprocessors=None)) == 128
+    assert Balanced().shares(context(kv_heads=8)) == 66
+    assert Balanced().shares(replace(context(kv_heads=8), v_dim=256)) == 33
+    mla = replace(context(), heads=128, kv_heads=1, v_dim=512, mla=True)
+    assert Balanced().shares(mla) == 132 * 2 // 8  # its heads are eight tiles
+
+
+@pytest.mark.parametrize("name", ["tile", "programs"])
+def test_a_parameter_is_at_least_one(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected at least 1, got 0"):
+        Balanced(**{name: 0})
+
+
+def test_a_short_capacity_cuts_what_does_not_fit_instead_of_writing_behind() -> None:
+    """Lengths that only the device knows may be more than was promised; nothing is written outside of the buffers."""
+    lens = torch.tensor([300, 300], dtype=torch.int32)
+    splits = splits_of_shares(lens, shares=8, tile=32, capacity=3, policy="x")
+    assert splits.request.shape == (3,)
+
+
+# Decoding
+
+
+@engines
+@pytest.mark.parametrize("policy", [Balanced(), Few()], ids=["balanced", "few"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_decode_agrees_with_the_oracle(case: Case, policy: SharePolicy, engine: str, device: str) -> None:
+    Stand(case.but(policy=policy), engine, device).check()
+
+
+@engines
+def test_partials_are_the_oracles_for_each_range_alone_or_not(engine: str, device: str) -> None:
+    stand = Stand(TOY.but(policy=Few(count=4), heads=40, lens=(200, 5, 0, 96), sinks=True), engine, device)
+    plan = stand.plan()
+    stand.run(plan)
+    partials, lane = stand.backend.partials(1, plan), plan.lane(1)
+    owners = lane.schedule.merge_indptr.tolist()
+    effective = lane.splits.to_host().effective
+    assert 1 in effective and max(effective) > 1
+    for r, ranges in enumerate(lane.splits.to_host().ranges):
+        for h in range(2):
+            for p, (start, end) in zip(range(owners[2 * r + h], owners[2 * r + h + 1]), ranges, strict=True):
+                k, v = stand.k[r][start:end], stand.v[r][start:end]
+                out, lse = oracle.attention(stand.q[r], k, v, scale=stand.spec.scale)
+                mine = slice(20 * h, 20 * h + 20)
+                torch.testing.assert_close(partials.lse[p].double(), lse[mine], **LSE)
+                torch.testing.assert_close(partials.output[p].double(), out[mine], **OUTPUT[torch.float32])
+
+
+@engines
+def test_scratch_that_nobody_owns_never_reaches_an_output(engine: str, device: str) -> None:
+    stand = Stand(TOY.but(lens=(256, 5, 0, 70), policy=Few()), engine, device)
+    poisoned = stand.run()
+    stand.backend.workspace.fill(0.0)
+    for a, b in zip(poisoned, stand.run(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_wide_offsets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(TOY.but(policy=Few()), *ENGINES[-1])
+    narrow = stand.run()
+    monkeypatch.setattr(decode_shares, "NARROW_BELOW", 0)
+    for a, b in zip(narrow, stand.run(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_times_have_a_row_for_every_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(TOY.but(policy=Balanced(), lens=(5,)), "eager", "cpu")
+    monkeypatch.setattr(stand.backend.engine, "check_times", lambda: None)
+    with record(stand.backend, times=True) as trace:
+        stand.run()
+    assert len(trace.calls[0].times) == stand.plan().lanes[0].schedule.programs == 528
+
+
+# Everything else that cuts
+
+
+@engines
+@pytest.mark.parametrize("case", [c for c in EXTENDED if c.verifies], ids=lambda case: case.id)
+def test_verify_agrees_with_the_oracle(case: Several, engine: str, device: str) -> None:
+    SeveralStand(case.but(policy=Few()), engine, device).check("verify")
+
+
+@pytest.mark.parametrize("pool", ["window", "unified mla"])
+def test_replays_give_the_bits_of_the_eager_path(pool: str) -> None:
+    """Padded rows have no tile, so that they move no cut."""
+    engine = "triton" if DEVICE == "cuda" else "eager"
+    assert set(Server(pool, engine=engine, policy=Few(tile=16), device=DEVICE).run(40)) == set(MODES)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_planning_waits_for_nothing(mode: str) -> None:
+    server = Server("window", engine="eager", policy=Balanced(), device=DEVICE, modes=[])
+    batch = on_device(server, server.batch(mode, [server.admit(n) for n in (40, 3, 17)]))
+    with nothing_waits(batch.rows):
+        server.backend.plan(batch)
+
+
+@settings(max_examples=10)
+@given(batch=lens(max_len=400, min_reqs=1, max_reqs=5))
+def test_a_workbench_decodes_as_under_any_other_policy(batch: list[int]) -> None:
+    one, other = (
+        attnlab.workbench("SmolLM2-135M", lens=batch, policy=policy, engine="eager", layers=[18])
+        for policy in ("balanced", "static")
+    )
+    torch.testing.assert_close(one.decode(18), other.decode(18), **OUTPUT[torch.float16])
+
+
+def test_a_picture_says_that_programs_share_ranges() -> None:
+    view = cut_view(Balanced(programs=2), [5000, 17, 300], context(kv_heads=8, multiprocessors=8))
+    assert view.working == 16 and view.spare == 0
+    assert "8 KV heads shared by 16 programs with keys" in show(view).to_svg()
