@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     _tour_takes(
-        command("tour", _tour, "decode a real model's attention under every split policy and write a page about it")
+        command("tour", _tour, "decode a real model's attention under three split policies and write a page about it")
     )
     _lab_takes(command("lab", _lab, "open JupyterLab on the notebooks"))
     command("doctor", _doctor, "examine this installation, and say what to do about each trouble")

@@ -1,7 +1,7 @@
 """The tour: real attention of a trained model, decoded from a paged cache in splits, merged, and compared with the
 oracle.
 
-One batch with lengths from real serving traffic, under every split policy; and one request through the Triton kernels
+One batch with lengths from real serving traffic, under three split policies; and one request through the Triton kernels
 themselves. No GPU, no download.
 """
 
