@@ -222,7 +222,8 @@ def test_a_budget_leaves_out_and_says_what() -> None:
     stand = Stand(TOY, *ENGINES[0])
     with record(stand.backend, queries=None, scores=True, budget_bytes=80_000) as trace:
         stand.run("extend")
-    assert trace.bytes <= 80_000 and any("call 0, layer 1: weights of request" in note for note in trace.left_out)
+    assert trace.bytes <= 80_000 and len(trace.left_out) == len(set(trace.left_out)) > 1
+    assert "call 0, layer 1: weights of request 2, query 0 (" in trace.left_out[-1]
 
 
 # Ranges, files, views

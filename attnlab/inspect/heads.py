@@ -99,7 +99,9 @@ def heads(trace: Trace, *, tokens: Sequence[Sequence[str]] | None = None) -> Hea
     """Say what the heads of a recording do, by the weights of its queries; those with fewer than 32 keys are left out.
 
     The trace must hold weights by key of all heads, from the first token on; many queries, of an extend, say more than
-    a decode's one. `tokens[r]` are the texts of request r's tokens, those of the trace unless given.
+    a decode's one. The first token is that of the request, which need not be the first of its text: without the token
+    that a model made its sink, its sink heads cannot be told. `tokens[r]` are the texts of request r's tokens, those
+    of the trace unless given.
     Raises ValueError where nothing of that kind was recorded.
     Sources: sinks (Xiao et al., 2024, StreamingLLM), previous-token and induction heads (Olsson et al., 2022).
 

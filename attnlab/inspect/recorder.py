@@ -110,7 +110,7 @@ class Recorder:
         start, out = tuple(call.lane.layout.start.tolist()), self._outputs(call, range(reqs))
         scores: list[ScoreTrace] = []
         for request in self._scored(reqs):
-            keys, row = RequestKeys.of(call, request), Row(request=request, query=0, token=request)
+            keys, row = RequestKeys.of(call, request), Row(request=request, query=0, token=request, alone=True)
             scores += self._look(call, keys, [row], splits.ranges[request], self.scores, lse[request : request + 1])[1]
         segments, times = call.lane.schedule.segments, call.times
         keeps_times = times is not None and kept.room("times", segments.nbytes + times.nbytes)
@@ -257,7 +257,7 @@ class Recorder:
             edges = Bins.of(wanted.pool, keys=count, ranges=cut, page_size=self.backend.pool.page_size).edges
             size = len(wanted.heads or range(heads)) * (len(edges) - 1) * FLOAT_BYTES
             for stage in wanted.stages:
-                if self.budget.room(f"{stage} of request {row.request}", size):
+                if self.budget.room(f"{stage} of {row}", size):
                     found.append((i, row, stage, edges))
         return found
 

@@ -28,11 +28,18 @@ SLICE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A query: `query` is its number among its request's new tokens, `token` among those of the step."""
+    """A query: `query` is its number among its request's new tokens, `token` among those of the step.
+
+    `alone`: in a decode it is its request's only one.
+    """
 
     request: int
     query: int
     token: int
+    alone: bool = False
+
+    def __str__(self) -> str:
+        return f"request {self.request}" + ("" if self.alone else f", query {self.query}")
 
 
 def chosen_rows(queries: Sequence[int] | None, new: Sequence[int]) -> tuple[Row, ...]:

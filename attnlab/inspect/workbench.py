@@ -121,18 +121,18 @@ class Workbench:
         made = self.plan() if plan is None else plan
         return self.backend.decode(layer, q, k, v, made, sinks=self.sinks(layer), aux=aux, lse=lse)
 
-    def extend(self, layer: int, *, last: int) -> Float[Tensor, "tokens heads v_dim"]:
+    def extend(self, layer: int, *, last: int, lse: Tensor | None = None) -> Float[Tensor, "tokens heads v_dim"]:
         """Ask with the last tokens of every request at once, `last` each or as many as there are, over the cache.
 
-        That is an extend step whose new tokens are stored already. Raises ValueError where a recorded text has fewer
-        queries.
+        That is an extend step whose new tokens are stored already. `lse`, fp32 `[tokens, heads]`, is filled. Raises
+        ValueError where a recorded text has fewer queries.
         """
         positive("last", last)
         new = [min(last, length) for length in self.lens]
         prefix = [length - n for length, n in zip(self.lens, new, strict=True)]
         batch = ExtendBatch.of(rows=self.batch.rows.tolist(), prefix=prefix, new=new, device=self.pool.device)
         q, plan = self._last_queries(layer, new), self.backend.plan(batch)
-        return self.backend.extend(layer, q, None, None, plan, sinks=self.sinks(layer), save=False)
+        return self.backend.extend(layer, q, None, None, plan, sinks=self.sinks(layer), save=False, lse=lse)
 
     def _last_queries(self, layer: int, new: Sequence[int]) -> Tensor:
         """Return the queries of so many last tokens of each request, `[tokens, heads, qk_dim]`."""
