@@ -189,6 +189,33 @@ class CallTrace:
             f"query: of request {request}, layer {self.layer} has recorded queries {known}, got {query!r}; name one"
         )
 
+    def only(self, request: int) -> CallTrace:
+        """Return what was recorded of one request, as of a call where it is number 0: for `compare` across batches.
+
+        Times are of the programs of the whole batch, and are left out. Raises ValueError where the call has no such
+        request.
+        """
+        mine = member("request", request, len(self.ranges), of=f"the call of layer {self.layer}")
+        rows = [i for i, (r, _) in enumerate(self.rows) if r == mine]
+        return replace(
+            self,
+            ranges=(self.ranges[mine],),
+            nominal=(self.nominal[mine],),
+            start=(self.start[mine],),
+            rows=tuple((0, self.rows[i][1]) for i in rows),
+            q_pos=tuple(self.q_pos[i] for i in rows),
+            own=tuple(self.own[i] for i in rows),
+            lse=self.lse[rows],
+            out=None if self.out is None else self.out[rows],
+            partial_lse=self.partial_lse[mine : mine + 1],
+            partial_out=self.partial_out[mine : mine + 1],
+            scores=tuple(replace(score, request=0) for score in self.scores if score.request == mine),
+            segments=None,
+            times=None,
+            texts=(self.texts[mine] if self.texts else mine,),
+            tokens=self.tokens[mine : mine + 1],
+        )
+
     def _check_partials(self, reqs: int) -> None:
         for name, parts in (("partial_lse", self.partial_lse), ("partial_out", self.partial_out)):
             require(not parts or self.mode == "decode", f"{name}: kept of decodes alone, got those of {self.mode!r}")

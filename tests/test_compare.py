@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import attnlab
+from attnlab.batch import DecodeBatch
 from attnlab.inspect.compare import Comparison, compare
 from attnlab.inspect.differences import PARTS, Difference, Place, coarsest, steps_between
 from attnlab.inspect.record import Scores, record
@@ -144,6 +145,46 @@ def test_policies_cut_differently_and_give_the_same_within_rounding() -> None:
     assert call.of("partial lse").of == alike * 8 and call.of("partial lse").same
     assert call.of("out").relative <= 2 * OUTPUT[torch.float32]["rtol"]
     assert f"first split {number} of request {differ[0]}" in str(comparison) and "in static" in str(comparison)
+
+
+def decoded_alone(stand: Stand, request: int) -> Trace:
+    mine = slice(request, request + 1)
+    batch = DecodeBatch.of(rows=stand.rows[mine], lens=stand.case.lens[mine], device=stand.device)
+    with record(stand.backend, scores=ALL) as trace:
+        stand.backend.decode(1, stand.q[mine], None, None, stand.backend.plan(batch), save=False)
+    return trace
+
+
+def test_a_request_of_a_batch_is_held_against_the_same_request_alone() -> None:
+    tile = Stand(TOY.but(policy="tile"), *ENGINE)
+    whole = recorded(tile)[1].call(1)
+    for request, mine in enumerate(map(whole.only, range(4))):
+        comparison = compare(decoded_alone(tile, request), mine)
+        assert comparison.same and comparison.calls[0].cut is None
+        assert comparison.numbers == sum(x.numel() for _, x in mine._tensors())
+    seed = Stand(TOY.but(policy="seed", lens=(5, 64, 300, 1500)), *ENGINE)
+    among = recorded(seed)[1].call(1).only(REQUEST)
+    comparison = compare(decoded_alone(seed, REQUEST), among, names=("alone", "among others"))
+    assert comparison.calls[0].cut.a != comparison.calls[0].cut.b and not comparison.same
+    assert comparison.first.part == "lse"
+
+
+def test_one_request_of_several_queries_keeps_its_rows_texts_and_no_times() -> None:
+    stand = ExtendStand(next(case for case in EXTENDS if len(case.new) > 2), *ENGINE)
+    with record(stand.backend, scores=ALL, queries=None) as trace:
+        trace.tokens = tuple((f"of {r}",) for r in range(len(stand.case.new)))
+        stand.run()
+    call = trace.call(1)
+    mine = [i for i, (r, _) in enumerate(call.rows) if r == REQUEST]
+    one = call.only(REQUEST)
+    assert one.rows == tuple((0, call.rows[i][1]) for i in mine) and one.q_pos == tuple(call.q_pos[i] for i in mine)
+    assert torch.equal(one.out, call.out[mine]) and torch.equal(one.lse, call.lse[mine])
+    assert len(one.scores) == len(mine) * len(STAGES) and one.tokens == ((f"of {REQUEST}",),)
+    assert trace.told(trace.calls[0].only(REQUEST)).tokens == one.tokens
+    with pytest.raises(ValueError, match=r"request: the call of layer 1 has requests 0 to \d+, got 9"):
+        call.only(9)
+    timed = replace(of_case().calls[0], segments=torch.zeros(1, 5).int(), times=torch.zeros(1, 1, 3).long())
+    assert timed.only(0).times is None and timed.only(0).segments is None
 
 
 def test_partial_results_of_as_many_but_other_ranges_are_not_compared() -> None:
