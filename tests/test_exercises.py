@@ -20,6 +20,8 @@ from attnlab.inspect.record import Scores
 from attnlab.kernels.core import finite_or_zero
 from attnlab.mods import jit, tl
 from attnlab.plan.index import KVIndex
+from attnlab.plan.policies.static import Static
+from attnlab.plan.policies.tile import Tile
 from attnlab.plan.policy import HostPolicy
 from attnlab.spec import ScoreMod
 from attnlab.trace import STAGES
@@ -217,6 +219,28 @@ def test_a_list_or_a_state_that_is_changed_in_place_is_noticed() -> None:
         ("12-1", [107, 104, 54], "(a): that is its place in the batch. How many steps is draft 7 away from the root?"),
         ("12-1", [104, 104, 54], "(a) is one too far: the 100 cached tokens stand at 0 to 99, so the root at 100"),
         ("12-1", [3, 104, 54], "(a): the root stands at 100. Draft 7 follows 5, and so on"),
+        ("10-1", [2, 2], "(a): 1 + 2²⁴ lies between two numbers that fp32 has"),
+        ("10-1", [1, 1], "(a): add one number after the other, and round"),
+        ("10-1", [1, 0], "The two are in the wrong order"),
+        ("10-1", [0, 2], "(b): the first range is 1 + 2²⁴, which is rounded"),
+        ("10-1", [0, 0], "(b): the second range is 1 - 2²⁴"),
+        ("10-1", [0, 7], "(b): sum each range by itself"),
+        ("10-1", [0], "a list of two numbers, (a) and (b), got [0]"),
+        (
+            "10-2",
+            Static(splits=8),
+            "With 256 tokens a full range holds keys 0 to 31; one token later they are cut anew",
+        ),
+        ("10-2", Static(splits=1), "With 301 tokens a range holds 301 keys; at most 300"),
+        ("10-2", Tile(tile=128), "No range moves, but 2,000 tokens have 16 ranges. Longer ones are allowed"),
+        ("10-2", Tile(tile=512), "With 301 tokens a range holds 301 keys"),
+        ("10-2", "seed", "they are cut anew"),
+        ("10-2", 256, "Expected a split policy, got the number 256"),
+        (
+            "10-3",
+            "tile",
+            "With 300 keys: expected (0, 64), (64, 128), (128, 256), (256, 300), got (0, 256), (256, 300)",
+        ),
         ("12-1", [103, 108, 54], "(b): those would be all drafts up to 7"),
         ("12-1", [103, 103, 54], "(b) is one too few: a draft sees itself as well"),
         ("12-1", [103, 4, 54], "(b): it sees 100 cached keys and the drafts on its path"),
@@ -586,6 +610,49 @@ def test_an_even_policy(mistake: str) -> None:
         return [rule(n) for n in lens]
 
     assert hint in said("04-3", "mine")
+
+
+# Cuts at fixed places
+
+
+def doubled(*, strict: bool = True, last: Callable[[int, int], int] = min, sizes: bool = False) -> Callable[..., Any]:
+    """Return a rule whose cuts, or sizes, are 64 and then doubled."""
+
+    def rule(n: int) -> list[tuple[int, int]]:
+        places = [0, *(64 * (2 ** (i + 1) - 1 if sizes else 2**i) for i in range(20))]
+        pairs = zip(places, places[1:], strict=False)
+        return [(a, last(b, n)) for a, b in pairs if (a < n if strict else a <= n)]
+
+    return rule
+
+
+DOUBLINGS: dict[str, tuple[Callable[..., Any], str]] = {
+    "right": (lambda lens, ctx: map(doubled(), lens), "yes"),
+    "not cut": (lambda lens, ctx: [[(0, n)] if n else [] for n in lens], "300 keys: expected (0, 64), (64, 128)"),
+    "sizes": (lambda lens, ctx: map(doubled(sizes=True), lens), "The places of the cuts are doubled, not the sizes"),
+    "an empty one": (lambda lens, ctx: map(doubled(strict=False), lens), "With 128 keys: it raised"),
+    "behind the end": (lambda lens, ctx: [[(0, 64), (64, 128), (128, 256), (256, 512)]] * len(lens), "it raised"),
+    "of the longest": (lambda lens, ctx: [doubled()(max(lens))[: len(doubled()(n))] for n in lens], "it raised"),
+}
+
+
+@pytest.mark.parametrize("mistake", DOUBLINGS)
+def test_a_policy_whose_cuts_are_doubled(mistake: str) -> None:
+    rule, hint = DOUBLINGS[mistake]
+    policy = HostPolicy(name="doubling", rule=lambda lens, ctx: list(rule(lens, ctx)), max_ranges=32)
+    verdict = said("10-3", policy)
+    assert hint in verdict and (": yes" in verdict) == (mistake == "right"), verdict
+
+
+def test_cuts_at_fixed_places_of_any_length_that_fits() -> None:
+    for tile in (250, 256, 300):
+        assert check_exercise("10-2", Tile(tile=tile)).right
+    assert check_exercise("10-2", HostPolicy(name="mine", rule=fixed_cuts, max_ranges=8)).right
+
+
+def fixed_cuts(lens: list[int], ctx: Any) -> list[list[tuple[int, int]]]:
+    places = [0, 100, *range(400, 2201, 300)]
+    return [[(a, min(b, n)) for a, b in zip(places, places[1:], strict=False) if a < n] for n in lens]
 
 
 # The list of a window

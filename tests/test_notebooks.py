@@ -154,6 +154,11 @@ def test_times_that_a_lesson_quotes_stand_in_the_log() -> None:
     assert f"{seed} / {static} / {tile} us" in log
     quoted = re.findall(r"[\d.]+ / [\d.]+ / [\d.]+ us", text_of(FOLDER / "05_split_policies.ipynb"))
     assert quoted and all(words in log for words in quoted)
+    fixed = re.search(r"times = (\{.+\})", text_of(FOLDER / "10_determinism.ipynb"))
+    assert fixed is not None
+    (free, tile), (parts, one_pass) = ast.literal_eval(fixed[1]).values()
+    assert re.search(rf"\| decode, seed .+ \| {free} / [\d.]+ / {tile} us \|", log)
+    assert f"{parts:,} us, 246 TFLOP/s" in log and f"in one pass | not measured | {one_pass:,} us" in log
     latent = text_of(FOLDER / "13_mla.ipynb")
     for words in ("3.98 TB/s", "989 us", "2,232 us", "246 TFLOP/s", "284 us"):
         assert words in latent and words in log

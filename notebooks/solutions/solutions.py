@@ -15,6 +15,7 @@ from attnlab.mods import jit, tl
 from attnlab.mods.registry import register_score_mod
 from attnlab.plan.index import KVIndex
 from attnlab.plan.policies.static import Static
+from attnlab.plan.policies.tile import Tile
 from attnlab.plan.policy import SplitContext
 from attnlab.plan.splits import cut
 
@@ -243,6 +244,27 @@ def kerple(scores, q_pos, kv_pos, q_index, head, aux):
 
 
 register_score_mod(attnlab.ScoreMod(name="kerple", torch=kerple, triton=kerple_triton, needs_aux=False))
+
+# %% 10-1
+# From left to right 1 + 2**24 is rounded to 2**24, once more, and minus 2**24 is 0. In two ranges the first is 2**24
+# again, but 1 - 2**24 has 24 digits and keeps its 1.
+answer_10_1 = [0, 1]
+
+# %% 10-2
+# Tiles of 250 keys would do as well, up to 300.
+answer_10_2 = Tile(tile=256)
+
+
+# %% 10-3
+@attnlab.split_policy("doubling", needs_host_lens=True, max_ranges=32)
+def doubling(lens, ctx):
+    """Ranges that end at 64, 128, 256, ..., and where the request does."""
+    cuts = [0, *(64 * 2**i for i in range(31))]
+    return [[(a, min(b, n)) for a, b in zip(cuts, cuts[1:], strict=False) if a < n] for n in lens]
+
+
+attnlab.show(cut("doubling", [5, 64, 300, 2048], ctx))
+
 
 # %% 12-1
 # The path of draft 7 is 0, 2, 5, 7, so it stands 3 behind the root's 100, and sees 100 keys and 4 drafts. The window
