@@ -241,6 +241,23 @@ def test_a_list_or_a_state_that_is_changed_in_place_is_noticed() -> None:
             "tile",
             "With 300 keys: expected (0, 64), (64, 128), (128, 256), (256, 300), got (0, 256), (256, 300)",
         ),
+        ("11-1", [17.5, 448, 0.3125, 0], "Of 17.5 it does not hold 17.5. From 16 to 32 there are 8 numbers, 2 apart"),
+        ("11-1", [16, 448, 0.3125, 0], "Both are numbers of the format, 2 apart there"),
+        ("11-1", [18, 1000, 0.3125, 0], "there is no infinity, and what is above saturates"),
+        ("11-1", [18, math.inf, 0.3125, 0], "Of 1000 it does not hold inf"),
+        ("11-1", [18, 448, 0.28125, 0], "Both are numbers of the format, 0.03125 apart there"),
+        ("11-1", [18, 448, 0.3, 0], "From 0.25 to 0.5 there are 8 numbers"),
+        ("11-1", [18, 448, 0.3125, 2**-9], "Below 2⁻⁶ the numbers are 2⁻⁹ = 0.00195 apart, down to 0"),
+        ("11-1", [18, 448], "a list of 4 numbers, one for each, got [18, 448]"),
+        ("11-2", (1.0, 1.0), "K saturates: divided by its scale, the largest number is 3,650"),
+        ("11-2", (1 / 8, 1e-6), "A larger scale makes what is stored smaller"),
+        ("11-2", (8.0, 1.0), "V underflows: divided by its scale, the largest number is only 0.00093"),
+        ("11-2", (1e6, 1e-6), "K underflows"),
+        ("11-2", (8.0, 1e-9), "V saturates"),
+        ("11-2", (8.0, 0.0), "v_scale: expected a number above 0, got 0"),
+        ("11-2", (math.nan, 1e-6), "k_scale: expected a number above 0, got nan"),
+        ("11-2", 8.0, "Expected a pair (k_scale, v_scale), got the number 8.0"),
+        ("11-2", (8.0,), "Expected a pair (k_scale, v_scale), got (8.0,)"),
         ("12-1", [103, 108, 54], "(b): those would be all drafts up to 7"),
         ("12-1", [103, 103, 54], "(b) is one too few: a draft sees itself as well"),
         ("12-1", [103, 4, 54], "(b): it sees 100 cached keys and the drafts on its path"),
@@ -653,6 +670,52 @@ def test_cuts_at_fixed_places_of_any_length_that_fits() -> None:
 def fixed_cuts(lens: list[int], ctx: Any) -> list[list[tuple[int, int]]]:
     places = [0, 100, *range(400, 2201, 300)]
     return [[(a, min(b, n)) for a, b in zip(places, places[1:], strict=False) if a < n] for n in lens]
+
+
+# Rows in fp8
+
+
+def attended(
+    *, of_scores: float = 1, of_k: float = 1, of_v: float = 1, swapped: bool = False, dtype: torch.dtype = torch.float32
+) -> Callable[..., Tensor]:
+    """Return an attention over stored rows whose scales go to these powers."""
+
+    def attend_fp8(q: Tensor, k: Tensor, v: Tensor, scale: float, k_scale: float, v_scale: float) -> Tensor:
+        k_scale, v_scale = (v_scale, k_scale) if swapped else (k_scale, v_scale)
+        scores = (q @ k.float().T * (scale**of_scores * k_scale**of_k)).to(dtype)
+        return (torch.softmax(scores, -1) @ v.to(dtype)).float() * v_scale**of_v
+
+    return attend_fp8
+
+
+IN_FP8: dict[str, tuple[Callable[..., Any], str]] = {
+    "right": (attended(), "yes"),
+    "rows scaled one by one": (
+        lambda q, k, v, s, ks, vs: torch.softmax(q @ (k.float() * ks).T * s, -1) @ (v.float() * vs),
+        "yes",
+    ),
+    "no v_scale": (attended(of_v=0), "v_scale is missing"),
+    "no k_scale": (attended(of_k=0), "k_scale is missing"),
+    "none": (attended(of_k=0, of_v=0), "Neither k_scale nor v_scale is applied"),
+    "exchanged": (attended(swapped=True), "The scales are exchanged"),
+    "divided": (attended(of_k=-1, of_v=-1), "so the way back multiplies"),
+    "instead": (attended(of_scores=0), "k_scale comes on top of the layer's own scale"),
+    "twice": (attended(of_v=2), "v_scale is applied twice"),
+    "narrow": (attended(dtype=torch.bfloat16), "off by"),
+    "not lifted": (lambda q, k, v, s, ks, vs: q @ k.T, "it raised RuntimeError"),
+    "keys": (lambda q, k, v, s, ks, vs: k.float(), "expected shape [1, 8], got [3, 8]"),
+}
+
+
+@pytest.mark.parametrize("mistake", IN_FP8)
+def test_a_decode_over_stored_rows(mistake: str) -> None:
+    answer, hint = IN_FP8[mistake]
+    assert hint in said("11-3", answer)
+
+
+def test_scales_have_room() -> None:
+    for scales in ((8.0, 2e-6), (8.2, 2.1e-6), (64.0, 1e-5), [128, 1e-5], torch.tensor([16.0, 2**-17])):
+        assert check_exercise("11-2", scales).right, scales
 
 
 # The list of a window

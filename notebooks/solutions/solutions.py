@@ -266,6 +266,22 @@ def doubling(lens, ctx):
 attnlab.show(cut("doubling", [5, 64, 300, 2048], ctx))
 
 
+# %% 11-1
+# From 16 on the steps are 2, from 0.25 on 1/32. 1000 saturates, and 0.0005 is nearer to 0 than to 2**-9.
+answer_11_1 = [18, 448, 0.3125, 0]
+
+# %% 11-2
+# With the largest number just below 448. Powers of two around these would do as well.
+answer_11_2 = (8.0, 2e-6)
+
+
+# %% 11-3
+def attend_fp8(q, k, v, scale, k_scale, v_scale):
+    """Return the output of every query head over the true rows."""
+    scores = (q * (scale * k_scale)) @ k.float().T
+    return torch.softmax(scores, dim=-1) @ v.float() * v_scale
+
+
 # %% 12-1
 # The path of draft 7 is 0, 2, 5, 7, so it stands 3 behind the root's 100, and sees 100 keys and 4 drafts. The window
 # counts its own key: 103 - 50 + 1.
