@@ -12,7 +12,7 @@ from rich.text import Text
 from attnlab.trace import CallTrace, Trace
 from attnlab.units import printable, size
 
-COLUMNS = ("call", "layer", "policy", "requests", "keys", "splits", "recorded", "size", "heaviest split")
+COLUMNS = ("call", "layer", "step", "policy", "requests", "keys", "splits", "recorded", "size", "heaviest split")
 
 
 def summarise(path: Path) -> None:
@@ -20,13 +20,15 @@ def summarise(path: Path) -> None:
     trace = _loaded(path)
     console = _console()
     texts = f", with the tokens' texts of {_counted(len(trace.tokens), 'request')}" if trace.tokens else ""
-    calls = _counted(len(trace.calls), "recorded decode call")
+    calls = _counted(len(trace.calls), "recorded call")
     file = size(path.stat().st_size)
     console.print(Text(f"{printable(str(path))}: {calls}, {size(trace.bytes)} of numbers in a file of {file}{texts}"))
     if trace.calls:
         table = Table()
         for name in COLUMNS:
-            table.add_column(name, justify="left" if name in ("policy", "recorded", "heaviest split") else "right")
+            table.add_column(
+                name, justify="left" if name in ("step", "policy", "recorded", "heaviest split") else "right"
+            )
         for number, call in enumerate(trace.calls):
             table.add_row(*(Text(printable(cell)) for cell in cells(number, call)))
         console.print(table)
@@ -41,6 +43,7 @@ def cells(number: int, call: CallTrace) -> tuple[str, ...]:
     return (
         str(number),
         str(call.layer),
+        call.mode,
         call.policy,
         str(len(call.ranges)),
         f"{sum(call.lens):,}",
@@ -53,19 +56,22 @@ def cells(number: int, call: CallTrace) -> tuple[str, ...]:
 
 def recorded(call: CallTrace) -> str:
     """Say which parts of a call were kept."""
-    parts = ["log-sum-exps"]
+    parts = ["log-sum-exps"] if call.mode == "decode" else [f"log-sum-exps of {_queries(len(call.rows))}"]
+    parts += ["outputs"] if call.out is not None else []
     parts += ["partial log-sum-exps"] if call.partial_lse else []
     parts += ["partial outputs"] if call.partial_out else []
     for stage in dict.fromkeys(score.stage for score in call.scores):
-        requests = {score.request for score in call.scores if score.stage == stage}
-        parts.append(f"{stage} of {_counted(len(requests), 'request')}")
+        rows = {(score.request, score.query) for score in call.scores if score.stage == stage}
+        queries = "" if call.mode == "decode" else f"{_queries(len(rows))} of "
+        parts.append(f"{stage} of {queries}{_counted(len({request for request, _ in rows}), 'request')}")
     parts += ["times"] if call.times is not None else []
     return ", ".join(parts)
 
 
 def heaviest(call: CallTrace) -> str:
     """Say which split has the largest merge weight of all that share a softmax with another."""
-    best, words = 0.0, "nothing was split" if call.partial_lse else "not recorded"
+    missing = "not recorded" if call.mode == "decode" else "kept of decodes alone"
+    best, words = 0.0, "nothing was split" if call.partial_lse else missing
     for request, lse in enumerate(call.partial_lse):
         if lse.shape[0] < 2 or not lse.shape[1]:
             continue
@@ -83,6 +89,10 @@ def spread(counts: list[int]) -> str:
     """Return `3`, or `1 to 8`."""
     low, high = min(counts), max(counts)
     return str(low) if low == high else f"{low} to {high}"
+
+
+def _queries(count: int) -> str:
+    return f"{count} quer{'y' if count == 1 else 'ies'}"
 
 
 def _counted(count: int, noun: str) -> str:

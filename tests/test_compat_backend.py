@@ -284,7 +284,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "a short mask": (
         "verify",
         lambda b: {"spec_info": SimpleNamespace(draft_token_num=3, custom_mask=b.spec_info.custom_mask[:-1])},
-        "custom_mask: expected at least 219 bytes, .* got 218",
+        "custom_mask: expected at least 219 entries, .* got 218",
     ),
     "a mask of numbers": (
         "verify",
@@ -747,7 +747,7 @@ def test_a_mask_too_short_for_a_graph_is_refused(pad: bool) -> None:
     batch = tree_batch(world, requests[:3])
     least = batch.spec_info.custom_mask.shape[0]
     batch.spec_info.custom_mask = batch.spec_info.custom_mask[:-1]
-    with pytest.raises(ValueError, match=f"custom_mask: expected at least {least} bytes, .* got {least - 1}"):
+    with pytest.raises(ValueError, match=f"custom_mask: expected at least {least} entries, .* got {least - 1}"):
         world.backend.init_forward_metadata_out_graph(padded(batch, 3) if pad else batch)
 
 

@@ -470,7 +470,7 @@ def test_a_trace_is_summarised(saved: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["trace", str(saved)]) == 0
     printed = capsys.readouterr().out
     trace = Trace.load(saved)
-    assert f"{saved}: 2 recorded decode calls" in printed
+    assert f"{saved}: 2 recorded calls" in printed
     assert trace.left_out and all(words in printed for words in trace.left_out)
     (row,) = re.findall(r"│ +1 │ +18 │ static.*", printed)
     cells = [cell.strip() for cell in row.split("│")[1:-1]]
@@ -485,13 +485,13 @@ def test_a_trace_is_summarised(saved: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_trace_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Trace().save(tmp_path / "t")
     assert main(["trace", str(tmp_path / "t")]) == 0
-    assert "t: 0 recorded decode calls, 0 bytes of numbers in a file of " in capsys.readouterr().out
+    assert "t: 0 recorded calls, 0 bytes of numbers in a file of " in capsys.readouterr().out
 
 
 def _call(policy: str, **parts: object) -> CallTrace:
-    plain = {"layer": 1, "heads": 2, "kv_heads": 1, "scale": 1.0, "page_size": 1, "nominal": (2, 0), **parts}
+    plain = {"layer": 1, "heads": 2, "kv_heads": 1, "scale": 1.0, "page_size": 1, "nominal": (2, 0)}
     plain |= {"softcap": None, "temperature_len": None, "mod": None, "has_sinks": False}
-    plain |= {"start": (0, 0), "q_pos": (39, -1)}
+    plain |= {"start": (0, 0), "q_pos": (39, -1), "own": (39, -1), "rows": ((0, 0), (1, 0)), "mode": "decode", **parts}
     lse = torch.tensor([[0.0, 0.0], [float("-inf"), float("-inf")]])
     return CallTrace(policy=policy, ranges=(((0, 32), (32, 40)), ()), lse=lse, **plain)
 
@@ -508,6 +508,17 @@ def test_calls_without_partials_empty_requests_and_odd_names(
     assert "[red]?[31mx" in printed and "\x1b" not in printed
     assert "not recorded" in printed and "75.0%: request 0, head 0, keys 32 to 39" in printed
     assert "2 (0 to 2 each)" in printed and "log-sum-exps, partial log-sum-exps, times" in printed
+
+
+def test_a_verify_says_how_many_queries_were_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wb = attnlab.workbench("SmolLM2-135M", lens=[40, 60], layers=[18], policy="seed", engine="eager")
+    with wb.record(scores=True, queries=[0, -1]) as trace:
+        wb.extend(18, last=4)
+    trace.save(tmp_path / "t")
+    assert main(["trace", str(tmp_path / "t")]) == 0
+    printed = capsys.readouterr().out
+    assert "1 recorded call," in printed and "extend" in printed and "kept of decodes alone" in printed
+    assert "log-sum-exps of 4 queries, outputs, weights of 4 queries of 2 requests" in printed
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "truncated", "text", "foreign", "damaged"])

@@ -138,7 +138,7 @@ def test_a_list_or_a_state_that_is_changed_in_place_is_noticed() -> None:
         ("04-2", 9, "With splits=9 the longest range still holds 256 keys"),
         ("04-2", 32, "fewer would do"),
         ("04-3", "tile", "2,048, 96 and 700 keys: the one of 97 has a range of 97 keys; at most 96"),
-        ("04-3", "nobody's", "policy: expected one of seed"),
+        ("04-3", "nobody's", "policy: expected one of balanced, seed"),
         ("05-1", 64, "64 is how many get a program. How many are left?"),
         ("05-1", 124, "each of 8 KV heads has a program for every range"),
         ("05-1", 0, "how many ranges does `seed` allow it at most?"),

@@ -232,7 +232,9 @@ def test_examples_that_no_memory_can_be_made_like_are_named() -> None:
     server = Server("plain", engine=ENGINE, policy="tile", device=DEVICE, modes=[])
 
     def capture(inputs: Any) -> None:
-        graphs.capture(server.backend, lambda plan: (), graphs.DecodeShape(requests=4), inputs=inputs, rerun=True)
+        graphs.capture(
+            server.backend, lambda plan, **given: (), graphs.DecodeShape(requests=4), inputs=inputs, rerun=True
+        )
 
     with pytest.raises(ValueError, match="inputs: x: expected a dense tensor, got a sparse_coo one"):
         capture({"x": torch.eye(4).to_sparse()})

@@ -22,6 +22,7 @@ class Show:
     - VerifyPlan, DraftPlan: `request` and `layer`, each a number
     - ScoreView, CallTrace, Trace: `zoom`, a key's position, and `pool`, "key", "page" or "split"
     - StageView: `zoom`, a key's position
+    - Comparison: `call`, the number of a pair of calls
 
     Others have none. `show.types()` lists all types, `show.options(type)` what a picture of one can be told, and
     `show.register(type)` adds a kind of picture, from a notebook's cell as well.

@@ -127,7 +127,7 @@ class StepMaker:
         check_offsets("spec_info.kv_indptr", indptr, end=slots.shape[0], of="spec_info.kv_indices")
 
     def _check_mask(self, given: Given, memory: Memory, each: int) -> None:
-        """Raise ValueError where a mask has fewer bytes than its requests are known to need."""
+        """Raise ValueError where a mask has fewer entries than its requests are known to need."""
         if given.mask is None:
             return
         shape, dtype = ["pairs"], (torch.uint8, torch.bool)
@@ -135,7 +135,7 @@ class StepMaker:
         least = _least_bits(given, each, is_padded=memory.fixed)
         require(
             bits.shape[0] >= least,
-            f"custom_mask: expected at least {least:,} bytes, drafts x (cached + drafts) of each request, got "
+            f"custom_mask: expected at least {least:,} entries, drafts x (cached + drafts) of each request, got "
             f"{bits.shape[0]:,}",
         )
         if memory.fixed:
