@@ -472,13 +472,13 @@ def test_a_trace_is_summarised(saved: Path, capsys: pytest.CaptureFixture[str]) 
     trace = Trace.load(saved)
     assert f"{saved}: 2 recorded calls" in printed
     assert trace.left_out and all(words in printed for words in trace.left_out)
-    (row,) = re.findall(r"│ +1 │ +18 │ static.*", printed)
+    (row,) = re.findall(r"│ +1 │ +18 │ decode │ static.*", printed)
     cells = [cell.strip() for cell in row.split("│")[1:-1]]
     splits = [len(mine) for mine in trace.call(18).ranges]
-    assert cells[3:6] == ["2", "340", f"{sum(splits)} ({min(splits)} to {max(splits)} each)"]
+    assert cells[4:7] == ["2", "340", f"{sum(splits)} ({min(splits)} to {max(splits)} each)"]
     weights = trace.call(18).weights
     top = max(float(w.max()) for w in weights)
-    assert cells[8].startswith(f"{top:.1%}: request ")
+    assert cells[9].startswith(f"{top:.1%}: request ")
     assert "weights of 2 requests" in " ".join(printed.split())
 
 
