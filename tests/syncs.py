@@ -60,6 +60,14 @@ def no_waiting(*, on_host: Sequence[Tensor] = ()) -> Iterator[None]:
                 return _real(x, *args, **kwargs)
 
             patch.setattr(torch.Tensor, name, guarded)
+        put = torch.Tensor.__setitem__
+
+        def guarded_put(x: Tensor, where: Any, value: Any) -> None:
+            if not in_kernel and not isinstance(value, Tensor) and x.data_ptr() not in own:
+                raise Waited(f"a number put into a tensor {list(x.shape)} by its place is copied from the host")
+            put(x, where, value)
+
+        patch.setattr(torch.Tensor, "__setitem__", guarded_put)
         run = InterpretedFunction.run
 
         def launched(*args: Any, **kwargs: Any) -> None:

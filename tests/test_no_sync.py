@@ -91,10 +91,13 @@ def test_a_step_in_one_pass_does_not_wait(mode: str) -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="torch watches there")
-@pytest.mark.parametrize("read", ["item", "tolist", "cpu", "numpy", "__bool__", "__int__", "nonzero", "mask", "repeat"])
+@pytest.mark.parametrize(
+    "read", ["item", "tolist", "cpu", "numpy", "__bool__", "__int__", "nonzero", "mask", "repeat", "put"]
+)
 def test_the_guard_catches_what_would_wait(read: str) -> None:
     x = torch.ones(1, dtype=torch.int64)
     reads = {"nonzero": x.nonzero, "mask": lambda: x[x > 0], "repeat": lambda: x.repeat_interleave(x)}
+    reads["put"] = lambda: x.__setitem__(0, 0)
     with pytest.raises(Waited), no_waiting():
         (reads.get(read) or getattr(x, read))()
     with no_waiting(on_host=[x]):

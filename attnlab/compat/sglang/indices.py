@@ -233,7 +233,7 @@ def update_sliding_window_buffer(
         slots = torch.zeros(bs * min(width, table.shape[1]), dtype=torch.int64, device=where)
     tensor("window_kv_indices", slots, shape=["slots"], dtype=INTEGERS, device=where)
     indptr = window_kv_indptr[: bs + 1]
-    indptr[0] = 0
+    indptr[:1].zero_()
     indptr[1:] = lens.cumsum(0)
     engine_on(engine, where).ops.gather_shard(
         contiguous("window_kv_indices", slots),
