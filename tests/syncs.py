@@ -63,7 +63,7 @@ def no_waiting(*, on_host: Sequence[Tensor] = ()) -> Iterator[None]:
         put = torch.Tensor.__setitem__
 
         def guarded_put(x: Tensor, where: Any, value: Any) -> None:
-            if not in_kernel and not isinstance(value, Tensor) and x.data_ptr() not in own:
+            if not in_kernel and isinstance(where, int) and not isinstance(value, Tensor) and x.data_ptr() not in own:
                 raise Waited(f"a number put into a tensor {list(x.shape)} by its place is copied from the host")
             put(x, where, value)
 
