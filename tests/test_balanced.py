@@ -13,10 +13,11 @@ import attnlab
 from attnlab.eager import oracle
 from attnlab.inspect.record import record
 from attnlab.kernels import decode_shares
+from attnlab.plan.draft import draft_room
 from attnlab.plan.policies.balanced import Balanced
-from attnlab.plan.policy import SharePolicy, SplitContext
+from attnlab.plan.policy import SharePolicy, SplitBounds, SplitContext, SplitSizes
 from attnlab.plan.schedule import Schedule
-from attnlab.plan.splits import cut, share_starts, splits_of_shares
+from attnlab.plan.splits import cut, share_starts, splits_of_shares, splits_of_sizes
 from attnlab.plots.schedule_view import cut_view
 from attnlab.plots.show import show
 from tests.cases import CASES, ENGINES, Case, Stand
@@ -206,3 +207,31 @@ def test_a_picture_says_that_programs_share_ranges() -> None:
     view = cut_view(Balanced(programs=2), [5000, 17, 300], context(kv_heads=8, multiprocessors=8))
     assert view.working == 16 and view.spare == 0
     assert "8 KV heads shared by 16 programs with keys" in show(view).to_svg()
+
+
+@given(batch=lens(max_len=2_000, min_reqs=1), size=st.integers(1, 300), most=st.integers(1, 20))
+def test_sizes_that_would_break_what_is_promised_of_all_requests_are_raised(
+    batch: list[int], size: int, most: int
+) -> None:
+    bounds = SplitBounds(max_ranges=1000, min_size=1, in_all=most)
+    held = torch.tensor(batch, dtype=torch.int32)
+    sizes = SplitSizes(size=torch.full_like(held, size), nominal=torch.ones_like(held))
+    splits = splits_of_sizes(sizes, held, policy="x", bounds=bounds, total=sum(batch))
+    splits.validate(batch)
+    assert int(splits.indptr[-1]) <= len(batch) + most
+
+
+@pytest.mark.parametrize("engine", ["eager"])
+def test_drafts_that_grow_beyond_their_shares_are_cut_in_fewer_ranges(engine: str) -> None:
+    """Twelve steps over four cached tokens: every list ends four times as long as what was dealt."""
+    steps = 12
+    wb = attnlab.workbench(
+        *("SmolLM2-135M",), lens=[4, 4, 4, 4], room=steps, policy=Few(tile=2, count=2), engine=engine, layers=[18]
+    )
+    for row in wb.table.rows:
+        wb.cache.append(row, draft_room(4, topk=1, steps=steps, page_size=1))
+    batch = attnlab.DraftBatch.of(rows=wb.table.rows, lens=[4] * 4, topk=1, steps=steps, device="cpu")
+    for i, step in enumerate(wb.backend.plan(batch).steps):
+        lane = step.lane(18)
+        lane.splits.validate([5 + i] * 4)
+        lane.schedule.validate(lane.splits)

@@ -220,7 +220,7 @@ def _raised(sizes: SplitSizes, longest: Int[Tensor, " branches"], bounds: SplitB
     Where drafts would make one range too many, the size becomes an even share, rounded up to whole blocks of keys.
     """
     size = sizes.size.clamp(min=bounds.min_size)
-    share = -(-longest // bounds.max_ranges)
+    share = bounds.least_size(longest)
     even = -(-share // MIN_BLOCK) * MIN_BLOCK
     return SplitSizes(size=torch.where(size < share, even, size), nominal=sizes.nominal)
 

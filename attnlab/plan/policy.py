@@ -46,7 +46,10 @@ class SplitContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitBounds:
-    """What a policy promises: at most `max_ranges` per request, none (but a last one) under `min_size` keys."""
+    """What a policy promises: at most `max_ranges` per request, none (but a last one) under `min_size` keys.
+
+    `in_all`, where not None: all requests together have at most so many ranges more than there are requests.
+    """
 
     max_ranges: int
     min_size: int
@@ -55,6 +58,15 @@ class SplitBounds:
     def __post_init__(self) -> None:
         positive("max_ranges", self.max_ranges)
         positive("min_size", self.min_size)
+        if self.in_all is not None:
+            positive("in_all", self.in_all)
+
+    def least_size(self, lens: Int[Tensor, " reqs"]) -> Int[Tensor, " reqs"]:
+        """Return the smallest range size, for each request, that keeps what is promised of their number."""
+        least = -(-lens // self.max_ranges)
+        if self.in_all is None:
+            return least
+        return torch.maximum(least, (-(-lens.sum() // self.in_all)).to(least.dtype))
 
     def capacity(self, *, reqs: int, total: int) -> int:
         """Return the most ranges that `reqs` requests of `total` tokens together can have."""

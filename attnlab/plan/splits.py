@@ -194,7 +194,7 @@ def splits_of_sizes(
     reqs = lens.shape[0]
     tensor("size", sizes.size, shape=[reqs], dtype=torch.int32, device=lens.device, hint=f"policy {policy!r}")
     capacity = bounds.capacity(reqs=reqs, total=total)
-    size = torch.maximum(sizes.size.clamp(min=bounds.min_size), -(-lens // bounds.max_ranges))
+    size = torch.maximum(sizes.size.clamp(min=bounds.min_size), bounds.least_size(lens))
     indptr = offsets_of(-(-lens // size))
     if reqs == 0:
         nothing = torch.zeros(0, dtype=torch.int32, device=lens.device)
