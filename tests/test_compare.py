@@ -288,7 +288,7 @@ def test_what_one_run_alone_kept_is_named() -> None:
     assert comparison.calls[0].of("weights").of == 8
     left = comparison.calls[0].not_compared
     assert "partial outputs, kept by one run alone" in left and "outputs, kept by one run alone" in left
-    assert "raw scores of 4 rows, kept by one run alone or in other bins" in left
+    assert "raw scores of 4 rows, kept by one run alone, in other bins or of other heads" in left
     assert "not compared: weights of 3 rows" in str(comparison)
     assert compare(bare, bare).calls[0].not_compared == ()
 
@@ -299,6 +299,23 @@ def test_heads_that_both_recorded_are_compared() -> None:
     assert raw.same and raw.of == compare(some, some).calls[0].of("raw").of
     apart = of_case(scores=Scores(stages=("raw",), heads=(0,)))
     assert compare(some, apart).calls[0].of("raw") is None
+
+
+@pytest.mark.parametrize("others", [(2, 3), (1, 2), None], ids=["apart", "in-part", "all"])
+def test_scores_of_other_heads_are_said_not_to_be_compared(others: tuple[int, ...] | None) -> None:
+    some, more = (of_case(scores=Scores(stages=("raw",), heads=heads)) for heads in ((0, 1), others))
+    for pair in ((some, more), (more, some)):
+        comparison = compare(*pair)
+        assert comparison.same and "the same bits in all that was compared" in comparison.summary
+        assert "the same bits in all that was compared" in show(comparison).title
+        (left,) = comparison.calls[0].not_compared
+        assert left == "raw scores of 4 rows, kept by one run alone, in other bins or of other heads"
+
+
+def test_heads_in_another_order_are_all_compared() -> None:
+    some, turned = (of_case(scores=Scores(stages=("raw",), heads=heads)) for heads in ((5, 2), (2, 5)))
+    comparison = compare(some, turned)
+    assert comparison.calls[0].not_compared == () and "the same bits everywhere" in comparison.summary
 
 
 # ---------------------------------------------------------------- how much

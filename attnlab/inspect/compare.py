@@ -158,15 +158,18 @@ class Comparison:
         return sum(x.of for x in self.differences)
 
     @property
+    def extent(self) -> str:
+        """How far a statement on all numbers goes, in words."""
+        return "in all that was compared" if any(call.not_compared for call in self.calls) else "everywhere"
+
+    @property
     def summary(self) -> str:
         """One sentence: what differs first."""
         first, runs = self.first, " and ".join(self.names)
         if not self.numbers:
             return f"{runs} have no number to compare: no query was recorded"
         if first is None or first.first is None:
-            return (
-                f"{runs} have the same bits everywhere: {self.numbers:,} numbers of {counted(len(self.calls), 'call')}"
-            )
+            return f"{runs} have the same bits {self.extent}: {self.numbers:,} numbers of {counted(len(self.calls), 'call')}"
         which = f" (call {first.call})" if len(self.calls) > 1 else ""
         return f"{runs} differ first in the {PARTS[first.part]} of layer {first.layer}{which}: {first.first}"
 
@@ -336,10 +339,11 @@ def _left_over(a: CallTrace, b: CallTrace) -> Iterator[str]:
     """Yield in words what a run kept that the other has nothing to hold against."""
     for part in PARTS:
         if part in STAGES:
-            mine, other = ({_bins(x) for x in run.scores if x.stage == part} for run in (a, b))
-            alone = len({bins[:2] for bins in mine ^ other} - {bins[:2] for bins in mine & other})
+            mine, other = ({(_bins(x), frozenset(x.heads)) for x in run.scores if x.stage == part} for run in (a, b))
+            alone = len({bins[:2] for bins, _ in mine ^ other})
             if alone:
-                yield f"{PARTS[part]} of {counted(alone, 'row')}, kept by one run alone or in other bins"
+                rows = counted(alone, "row")
+                yield f"{PARTS[part]} of {rows}, kept by one run alone, in other bins or of other heads"
         elif part != "lse":
             x, y = (getattr(run, part.replace(" ", "_")) for run in (a, b))
             if (x is None or not len(x)) != (y is None or not len(y)) and a.rows:

@@ -80,7 +80,8 @@ def statement(shown: Shown) -> str:
     if call.first is None:
         numbers = f"{sum(x.of for x in call.differences):,} numbers"
         if shown.comparison.same:
-            return f"{a} and {b} have the same bits everywhere: {numbers}" + (f" in {where} alone" if where else "")
+            extent = shown.comparison.extent
+            return f"{a} and {b} have the same bits {extent}: {numbers}" + (f" in {where} alone" if where else "")
         return f"{a} and {b} have the same bits in {where}: {numbers}"
     name = PARTS[shown.part][0].upper() + PARTS[shown.part][1:] + (f" of {where}" if where else "")
     if found is None or found.worst is None:
