@@ -9,12 +9,15 @@ import pytest
 import torch
 
 import attnlab
+from attnlab.batch import DecodeBatch
 from attnlab.inspect.heads import FROM, LOCAL, Head, Heads, following, heads
 from attnlab.inspect.record import Scores
 from attnlab.inspect.samples import Sample
+from attnlab.inspect.score_view import ScoreView
 from attnlab.plots.heads_map import statement
 from attnlab.plots.show import show
 from attnlab.plots.style import THEMES
+from attnlab.spec import AttentionSpec, ModelSpec
 from attnlab.trace import CallTrace, ScoreTrace, Trace
 from tests.test_plots import faults
 from tests.tolerances import OUTPUT
@@ -113,6 +116,58 @@ def test_a_token_without_an_earlier_copy_says_nothing_of_induction() -> None:
 def test_rows_that_cannot_tell_are_left_out_and_nothing_left_is_refused(weights: torch.Tensor, start: int) -> None:
     with pytest.raises(ValueError, match="trace: it has no weights by key of queries that see the first token"):
         heads(made(weights, start=start))
+
+
+def uncounted(trace: Trace) -> None:
+    """A row that says nothing stands alone, and beside one that does."""
+    with pytest.raises(ValueError, match="keys up to their own, the last of their row"):
+        heads(trace)
+    both = heads(Trace(calls=[*made(patterns()).calls, *trace.calls], tokens=(TEXT,)))
+    assert both == heads(made(patterns()))
+
+
+@pytest.mark.parametrize("own", [0, 40, 62])
+def test_rows_that_go_on_beyond_their_own_key_are_left_out(own: int) -> None:
+    uncounted(made(patterns(), own=own))
+
+
+def test_layers_that_are_not_causal_have_no_such_rows_but_the_last() -> None:
+    layer = AttentionSpec(heads=2, kv_heads=1, qk_dim=16, v_dim=16, scale=0.25, causal=False)
+    model = ModelSpec.uniform(layer, layers=1, context_len=128, page_size=1, kv_dtype=torch.float32)
+    wb = attnlab.workbench(model, lens=[64], policy="seed", engine="eager")
+    with wb.record(scores=Scores(pool="key"), queries=None) as trace:
+        wb.extend(0, last=64)
+    assert {head.queries for head in heads(trace)} == {1}
+
+
+def test_rows_whose_window_begins_after_the_first_token_are_left_out() -> None:
+    hidden = patterns()
+    hidden[:, 0] = 0.0
+    uncounted(made(hidden))
+
+
+def test_beside_a_sink_logit_weight_is_diffuse_as_the_keys_share_it() -> None:
+    weights = patterns()
+    weights[4] /= 4
+    weights[3] = 0.0
+    found = heads(made(weights))
+    assert found.heads[4].diffuse == pytest.approx(1.0) and found.heads[4].sink == pytest.approx(1 / 256)
+    assert found.heads[3].diffuse == pytest.approx(1 / 64)  # a head of which everything is hidden
+
+
+def test_tokens_that_came_after_the_texts_say_nothing_of_induction() -> None:
+    assert following(["a", "b", "c"], 5) == [] and following(["a", "b", "a"], 3) == []
+    wb = attnlab.workbench("SmolLM2-135M", lens=[64], layers=[18], policy="seed", engine="eager", room=2)
+    row = wb.batch.rows.tolist()[0]
+    wb.cache.append(row, 2)
+    longer = DecodeBatch.of(rows=[row], lens=[66], device="cpu")
+    with wb.record(scores=Scores(pool="key")) as trace:
+        wb.decode(18, wb.backend.plan(longer))
+    assert {head.induction for head in heads(trace)} == {None}
+    view = ScoreView.of(trace, layer=18, request=0)
+    assert (view.keys, view.tokens) == (66, ())
+    with pytest.raises(ValueError, match="request 0 has 66 keys, but the texts of only 64 tokens"):
+        ScoreView.of_call(trace.call(18), request=0, tokens=wb.tokens(0))
 
 
 def test_recordings_without_weights_by_key_are_refused() -> None:

@@ -169,7 +169,8 @@ class Comparison:
         if not self.numbers:
             return f"{runs} have no number to compare: no query was recorded"
         if first is None or first.first is None:
-            return f"{runs} have the same bits {self.extent}: {self.numbers:,} numbers of {counted(len(self.calls), 'call')}"
+            numbers = f"{self.numbers:,} numbers of {counted(len(self.calls), 'call')}"
+            return f"{runs} have the same bits {self.extent}: {numbers}"
         which = f" (call {first.call})" if len(self.calls) > 1 else ""
         return f"{runs} differ first in the {PARTS[first.part]} of layer {first.layer}{which}: {first.first}"
 

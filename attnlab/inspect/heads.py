@@ -19,6 +19,8 @@ BEHAVIOURS: tuple[Behaviour, ...] = ("induction", "previous", "sink", "local", "
 """In the order in which a head is named: the rarer behaviour first."""
 LOCAL = 16
 """Keys that count as near by: the query's own and those just before it."""
+LEAST_KEYS = 2 * LOCAL
+"""Keys that a query must have, its own included: with fewer of them most are near by."""
 FROM: dict[Behaviour, float] = {"induction": 0.1, "previous": 0.4, "sink": 0.8, "local": 0.5, "diffuse": 0.3}
 """The number from which on a head is called so. Few tokens of a text repeat, so induction counts from far less on."""
 
@@ -30,7 +32,7 @@ class Head:
     `sink`: the weight on the first token. `previous`: on the token before the query's own. `local`: on the last 16
     tokens, its own included. `induction`: on tokens that followed an earlier copy of the query's token, over the
     `repeats` queries whose token had one; None where there was none, or texts are not known. `diffuse`: how many keys
-    equally shared weight would be on, exp(entropy), of all.
+    equally shared weight would be on, exp(entropy), of all; beside a sink logit of the weight that the keys share.
     """
 
     layer: int
@@ -96,12 +98,14 @@ class Heads:
 
 
 def heads(trace: Trace, *, tokens: Sequence[Sequence[str]] | None = None) -> Heads:
-    """Say what the heads of a recording do, by the weights of its queries; those with fewer than 32 keys are left out.
+    """Say what the heads of a recording do, by the weights of its queries, each over the keys up to its own.
 
     The trace must hold weights by key of all heads, from the first token on; many queries, of an extend, say more than
-    a decode's one. The first token is that of the request, which need not be the first of its text: without the token
-    that a model made its sink, its sink heads cannot be told. `tokens[r]` are the texts of request r's tokens, those
-    of the trace unless given.
+    a decode's one. Left out are queries with fewer than 32 keys up to their own; those whose rows go on beyond it (of
+    a layer that is not causal, or under a mask of one's own); and those that see nothing of the first token, which
+    lies before their window. The first token is that of the request, which need not be the first of its text: without
+    the token that a model made its sink, its sink heads cannot be told. `tokens[r]` are the texts of request r's
+    tokens, those of the trace unless given.
     Raises ValueError where nothing of that kind was recorded.
     Sources: sinks (Xiao et al., 2024, StreamingLLM), previous-token and induction heads (Olsson et al., 2022).
 
@@ -118,23 +122,26 @@ def heads(trace: Trace, *, tokens: Sequence[Sequence[str]] | None = None) -> Hea
         own, position = (dict(zip(call.rows, values, strict=True)) for values in (call.own, call.q_pos))
         for score in call.scores:
             row, texts = (score.request, score.query), call.tokens if tokens is None else tokens
-            if not _says_something(call, score):
+            if not _says_something(call, score, own[row]):
                 continue
             in_text = own[row] == position[row] and score.request < len(texts)  # drafts of a tree are in no text
             mine = sums.setdefault(call.layer, _Sums(heads=call.heads, kv_heads=call.kv_heads))
             mine.add(score.values.double(), own[row], texts[score.request] if in_text else ())
     require(
         bool(sums),
-        f"trace: it has no weights by key of queries that see the first token and {2 * LOCAL} keys or more; record "
+        f"trace: it has no weights by key of queries that see the first token and {LEAST_KEYS} keys up to "
+        "their own, the last of their row; record "
         "with scores=Scores(pool='key'), such as of wb.extend(layer, last=128)",
     )
     return Heads(heads=tuple(head for layer in sorted(sums) for head in sums[layer].heads(layer)))
 
 
-def _says_something(call: CallTrace, score: ScoreTrace) -> bool:
-    """Whether a row has the weights of all heads, key by key, over enough keys from the first token on."""
+def _says_something(call: CallTrace, score: ScoreTrace, own: int) -> bool:
+    """Whether a row has the weights of all heads, key by key, over enough keys from the first token to its own."""
     whole = score.stage == "weights" and score.by_key and score.heads == tuple(range(call.heads))
-    return whole and call.start[score.request] == 0 and score.edges[-1] >= 2 * LOCAL
+    ends = score.edges[-1] == own + 1 >= LEAST_KEYS
+    # A key that no head gives any weight is hidden: a softmax leaves every visible one some.
+    return whole and ends and call.start[score.request] == 0 and bool((score.values[:, 0] != 0).any())
 
 
 class _Sums:
@@ -150,7 +157,10 @@ class _Sums:
         self.of["sink"] += weights[:, 0]
         self.of["previous"] += weights[:, own - 1]
         self.of["local"] += weights[:, own + 1 - LOCAL : own + 1].sum(1)
-        self.of["diffuse"] += torch.special.entr(weights).sum(1).exp() / (own + 1)
+        # A sink logit takes its part of the weight; entropy is that of what the keys share, which sums to 1.
+        total = weights.sum(1, keepdim=True)
+        share = weights / torch.where(total > 0, total, 1.0)
+        self.of["diffuse"] += torch.special.entr(share).sum(1).exp() / (own + 1)
         if followed := following(texts, own):
             self.repeats += 1
             self.of["induction"] += weights[:, followed].sum(1)
@@ -178,4 +188,6 @@ def following(tokens: Sequence[str], own: int) -> list[int]:
     >>> following(["a", "b", "c", "a", "d", "a"], 5)
     [1, 4]
     """
-    return [key + 1 for key in range(min(own, len(tokens)) - 1) if tokens[key] == tokens[own]] if tokens else []
+    if own >= len(tokens):  # a token that has no text, such as one that was appended
+        return []
+    return [key + 1 for key in range(own - 1) if tokens[key] == tokens[own]]

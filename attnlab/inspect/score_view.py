@@ -295,11 +295,15 @@ def _listed(names: Sequence[object]) -> str:
 
 
 def _cut(call: CallTrace, tokens: Sequence[str] | None, row: int, keys: int) -> tuple[str, ...]:
-    """Return the texts of the keys; the text may begin before the first of them, and go on after the query."""
+    """Return the texts of the keys; the text may begin before the first of them, and go on after the query.
+
+    Without `tokens` they are the recording's, and none where tokens were appended that it knows no texts of.
+    """
     request, _ = call.rows[row]
-    if tokens is None:
-        tokens = call.tokens[request] if request < len(call.tokens) else ()
     start, end = call.start[request], call.start[request] + keys
+    if tokens is None:
+        known = call.tokens[request] if request < len(call.tokens) else ()
+        tokens = known if len(known) >= end else ()
     require(
         not tokens or len(tokens) >= end,
         f"tokens: request {request} has {end:,} keys, but the texts of only {len(tokens):,} tokens",
