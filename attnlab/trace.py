@@ -34,7 +34,7 @@ STAGES: tuple[Stage, ...] = ("raw", "scaled", "capped", "masked", "weights")
 _OF_SCORES: tuple[Reduce, ...] = ("max", "logsumexp")
 REDUCTIONS: dict[str, tuple[Reduce, ...]] = {**dict.fromkeys(STAGES, _OF_SCORES), "weights": ("sum", "max")}
 """How the keys of a bin become one number, by stage; the first is the default. Weights add up, scores do not."""
-FORMAT = 4
+FORMAT = 5
 MOST_HEADER = 90_000_000
 """Bytes of JSON: safetensors reads no header of more than 100 million, the names of tensors included."""
 
@@ -97,9 +97,10 @@ class CallTrace:
     heads, v_dim]` fp32. A decode has a row for every request.
 
     `partial_lse[r]` is `[splits, heads]` and `partial_out[r]` `[splits, heads, v_dim]`, natural log and normalised, of
-    decodes alone. `times`, where programs noted them, is `[segments, head tiles, 3]` int64: multiprocessor, start and
-    end in nanoseconds of the device's clock, 0 for a program that did not run; what each one read stands in the
-    schedule's `segments [segments, 5]`. `texts` say which of the trace's `tokens` are each request's, None: none of
+    decodes alone. `times`, where programs noted them, is `[programs, head tiles, 3]` int64: multiprocessor, start and
+    end in nanoseconds of the device's clock, 0 for a program that did not run. Program p read the rows
+    `program_indptr[p]` up to the next entry (`[programs + 1]` int32) of the schedule's `segments [segments, 5]`: one,
+    unless programs are persistent. `texts` say which of the trace's `tokens` are each request's, None: none of
     them; empty: the first are the first's, and so on. `tokens` are these texts, where the trace put them here. Parts
     that were not asked for are empty.
     """
@@ -127,6 +128,7 @@ class CallTrace:
     partial_out: tuple[Tensor, ...] = ()
     scores: tuple[ScoreTrace, ...] = ()
     segments: Tensor | None = None
+    program_indptr: Tensor | None = None
     times: Tensor | None = None
     texts: tuple[int | None, ...] = ()
     tokens: tuple[tuple[str, ...], ...] = ()
@@ -153,10 +155,22 @@ class CallTrace:
             keys = lens[score.request]
             fits = score.edges[-1] == keys if self.mode == "decode" else score.edges[-1] <= keys
             require(fits, f"edges: expected the {keys} keys of a request, got {score.edges[-1]}")
-        require((self.times is None) == (self.segments is None), "times: they come with the segments that were timed")
-        if self.times is not None:
-            tensor("segments", self.segments, shape=["segments", len(SEGMENT)], dtype=torch.int32)
-            tensor("times", self.times, shape=[len(self.times), "head tiles", 3], dtype=torch.int64)
+        self._check_times()
+
+    def _check_times(self) -> None:
+        there = {x is not None for x in (self.times, self.segments, self.program_indptr)}
+        require(len(there) == 1, "times: they come with the segments that were timed, and those of each program")
+        if self.times is None or self.segments is None or self.program_indptr is None:
+            return
+        tensor("segments", self.segments, shape=["segments", len(SEGMENT)], dtype=torch.int32)
+        tensor("program_indptr", self.program_indptr, shape=["programs_1"], dtype=torch.int32)
+        owned, count = self.program_indptr.tolist(), len(self.segments)
+        require(
+            owned == sorted(owned) and owned[:1] == [0] and owned[-1] <= count,
+            f"program_indptr: expected 0, then rising numbers up to {count} segments, got {owned[:8]}",
+        )
+        hint = "a row for every program"
+        tensor("times", self.times, shape=[len(owned) - 1, "head tiles", 3], dtype=torch.int64, hint=hint)
 
     def _check_rows(self, reqs: int) -> None:
         """Check what runs over rows."""
@@ -211,6 +225,7 @@ class CallTrace:
             partial_out=self.partial_out[mine : mine + 1],
             scores=tuple(replace(score, request=0) for score in self.scores if score.request == mine),
             segments=None,
+            program_indptr=None,
             times=None,
             texts=(self.texts[mine] if self.texts else mine,),
             tokens=self.tokens[mine : mine + 1],
@@ -250,9 +265,8 @@ class CallTrace:
         for name, parts in (("partial_lse", self.partial_lse), ("partial_out", self.partial_out)):
             yield from ((f"{name}.{r}", x) for r, x in enumerate(parts))
         yield from ((f"scores.{i}", s.values) for i, s in enumerate(self.scores))
-        if self.segments is not None and self.times is not None:
-            yield "segments", self.segments
-            yield "times", self.times
+        timed = {"segments": self.segments, "program_indptr": self.program_indptr, "times": self.times}
+        yield from ((name, x) for name, x in timed.items() if x is not None)
 
 
 def finite_or_zero(lse: Tensor) -> Tensor:
@@ -421,6 +435,7 @@ def _call_of(row: dict[str, Any], i: int, tensors: dict[str, Tensor]) -> CallTra
         partial_out=tuple(tensors[f"{i}.partial_out.{r}"] for r in range(outs)),
         scores=tuple(_score_of(score, tensors[f"{i}.scores.{n}"]) for n, score in scores),
         segments=tensors[f"{i}.segments"] if row["times"] else None,
+        program_indptr=tensors[f"{i}.program_indptr"] if row["times"] else None,
         times=tensors[f"{i}.times"] if row["times"] else None,
     )
 

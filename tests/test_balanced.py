@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from attnlab.plan.schedule import Schedule
 from attnlab.plan.splits import cut, share_starts, splits_of_shares, splits_of_sizes
 from attnlab.plots.schedule_view import cut_view
 from attnlab.plots.show import show
+from attnlab.trace import Trace
 from tests.cases import CASES, ENGINES, Case, Stand
 from tests.extend_cases import CASES as EXTENDED
 from tests.extend_cases import Case as Several
@@ -161,12 +163,17 @@ def test_wide_offsets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(a, b)
 
 
-def test_times_have_a_row_for_every_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_have_a_row_for_every_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stand = Stand(TOY.but(policy=Balanced(), lens=(5,)), "eager", "cpu")
     monkeypatch.setattr(stand.backend.engine, "check_times", lambda: None)
     with record(stand.backend, times=True) as trace:
         stand.run()
-    assert len(trace.calls[0].times) == stand.plan().lanes[0].schedule.programs == 528
+    schedule = stand.plan().lanes[0].schedule
+    assert len(trace.calls[0].times) == schedule.programs == 528
+    trace.save(tmp_path / "t")
+    for call in (trace.calls[0], Trace.load(tmp_path / "t").calls[0]):
+        assert torch.equal(call.program_indptr, schedule.program_indptr)
+        assert int(call.program_indptr[-1]) <= len(call.segments)
 
 
 # Everything else that cuts

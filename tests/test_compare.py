@@ -183,8 +183,9 @@ def test_one_request_of_several_queries_keeps_its_rows_texts_and_no_times() -> N
     assert trace.told(trace.calls[0].only(REQUEST)).tokens == one.tokens
     with pytest.raises(ValueError, match=r"request: the call of layer 1 has requests 0 to \d+, got 9"):
         call.only(9)
-    timed = replace(of_case().calls[0], segments=torch.zeros(1, 5).int(), times=torch.zeros(1, 1, 3).long())
-    assert timed.only(0).times is None and timed.only(0).segments is None
+    clock = {"program_indptr": torch.tensor([0, 1]).int(), "times": torch.zeros(1, 1, 3).long()}
+    timed = replace(of_case().calls[0], segments=torch.zeros(1, 5).int(), **clock).only(0)
+    assert (timed.times, timed.segments, timed.program_indptr) == (None, None, None)
 
 
 def test_partial_results_of_as_many_but_other_ranges_are_not_compared() -> None:

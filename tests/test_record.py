@@ -155,6 +155,14 @@ def test_times_are_kept_with_the_segments_that_they_are_of(monkeypatch: pytest.M
     trace.save(tmp_path / "t")
     again = Trace.load(tmp_path / "t").calls[0]
     assert torch.equal(again.segments, schedule.segments) and torch.equal(again.times, trace.calls[0].times)
+    assert again.program_indptr.tolist() == list(range(len(schedule.segments) + 1))
+    for change, message in (
+        ({"times": again.times[1:]}, "times: .*a row for every program"),
+        ({"program_indptr": again.program_indptr + 1}, "program_indptr: expected 0, then rising numbers"),
+        ({"program_indptr": None}, "times: they come with the segments that were timed, and those of each program"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(again, **change)
 
 
 @engines

@@ -8,6 +8,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from attnlab.backend import AttentionBackend
@@ -19,6 +20,7 @@ from attnlab.kernels.decode import head_tiles
 from attnlab.plan.call import DecodeCall
 from attnlab.plan.extend_call import ExtendCall, VerifyCall
 from attnlab.plan.plans import Lane, Queries
+from attnlab.plan.schedule import Schedule
 from attnlab.plan.workspace import FLOAT_BYTES
 from attnlab.spec import AttentionSpec
 from attnlab.trace import REDUCTIONS, STAGES, CallTrace, Mode, Reduce, ScoreTrace, Stage, Trace
@@ -80,8 +82,7 @@ class Recorder:
         if not self.times:
             return None
         spec = self.backend.model.layer(layer).attention
-        programs = lane.schedule.programs if lane.schedule.persistent else lane.schedule.segments.shape[0]
-        shape = (programs, head_tiles(spec.group), 3)
+        shape = (len(_owned(lane.schedule)) - 1, head_tiles(spec.group), 3)
         return torch.zeros(shape, dtype=torch.int64, device=lane.schedule.segments.device)
 
     def check_queries(self, layer: int, queries: Queries) -> None:
@@ -112,8 +113,9 @@ class Recorder:
         for request in self._scored(reqs):
             keys, row = RequestKeys.of(call, request), Row(request=request, query=0, token=request, alone=True)
             scores += self._look(call, keys, [row], splits.ranges[request], self.scores, lse[request : request + 1])[1]
-        segments, times = call.lane.schedule.segments, call.times
-        keeps_times = times is not None and kept.room("times", segments.nbytes + times.nbytes)
+        schedule, times = call.lane.schedule, call.times
+        owned, timed = _owned(schedule), 0 if times is None else times.nbytes
+        keeps_times = times is not None and kept.room("times", schedule.segments.nbytes + owned.nbytes + timed)
         self.trace.calls.append(
             CallTrace(
                 **self._described(call, "decode", policy=splits.policy),
@@ -129,7 +131,8 @@ class Recorder:
                 partial_lse=tuple(x.cpu() for x in lses) if keeps_lse else (),
                 partial_out=tuple(x.output.cpu() for x in mine) if keeps_out else (),
                 scores=tuple(scores),
-                segments=segments.cpu() if keeps_times else None,
+                segments=schedule.segments.cpu() if keeps_times else None,
+                program_indptr=owned.cpu() if keeps_times else None,
                 times=times.cpu() if keeps_times and times is not None else None,
                 texts=self._texts(call.lane.write_slots.tolist()),
             )
@@ -274,6 +277,14 @@ def _pooled(wanted: Scores, values: Tensor, row: Row, stage: Stage, edges: tuple
         edges=edges,
         values=pooled(values[list(heads)], edges, reduce).cpu(),
     )
+
+
+def _owned(schedule: Schedule) -> Int[Tensor, " programs_1"]:
+    """Return which segments each launched program reads: program p those from entry p up to the next."""
+    if schedule.persistent:
+        return schedule.program_indptr
+    segments = schedule.segments  # a program each, the empty ones included
+    return torch.arange(segments.shape[0] + 1, dtype=torch.int32, device=segments.device)
 
 
 def _taken(call: ExtendCall | VerifyCall, keys: Sequence[int]) -> tuple[tuple[Ranges, ...], tuple[int, ...], str]:
