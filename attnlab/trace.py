@@ -147,9 +147,10 @@ class CallTrace:
         self._check_rows(reqs)
         require(len(self.texts) in (0, reqs), f"texts: expected those of {reqs} requests or none, got {self.texts}")
         self._check_partials(reqs)
-        lens = self.lens
+        lens, rows = self.lens, set(self.rows)
         for score in self.scores:
-            self.row(score.request, score.query)
+            if (score.request, score.query) not in rows:
+                self.row(score.request, score.query)  # names those that are there
             known = all(0 <= head < self.heads for head in score.heads)
             require(known, f"heads: expected 0 to {self.heads - 1}, got {score.heads}")
             keys = lens[score.request]

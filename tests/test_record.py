@@ -126,6 +126,13 @@ def test_stages_of_one_pipeline_are_computed_once(case: str, launches: int, monk
     assert len(asked) == launches
 
 
+def test_rows_are_not_searched_for_each_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for every score would be quadratic."""
+    _, trace = recorded(Stand(TOY, *ENGINES[0]), scores=True)
+    monkeypatch.setattr(CallTrace, "row", lambda *_: pytest.fail("searched"))
+    assert len(replace(trace.calls[0]).scores) == 4
+
+
 def test_outputs_that_nobody_wants_are_not_normalised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Partials, "output", property(lambda partials: pytest.fail("normalised")))
     _, trace = recorded(Stand(TOY, *ENGINES[0]), partials=False)
