@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 import attnlab
 from attnlab.inspect import bins
 from attnlab.inspect.record import Scores, record
+from attnlab.plan.score_call import ScoreCall
 from attnlab.plan.workspace import Partials
 from attnlab.trace import _PLAIN, _SCORE_PLAIN, FORMAT, REDUCTIONS, STAGES, CallTrace, ScoreTrace, Trace
 from tests.cases import CASES, ENGINES, FP8, MODIFY, Case, Stand
@@ -124,6 +125,41 @@ def test_stages_of_one_pipeline_are_computed_once(case: str, launches: int, monk
     monkeypatch.setattr(stand.backend.engine, "scores", lambda *a, **k: asked.append(a) or scores(*a, **k))
     recorded(stand, scores=Scores(stages=STAGES, requests=(2,)))
     assert len(asked) == launches
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> ScoreCall:
+    """What a recording asks of the last three queries of a request."""
+    wb = attnlab.workbench("SmolLM2-135M", lens=[40], layers=[18], policy="seed", engine="eager")
+    scores, calls = wb.backend.engine.scores, []
+    monkeypatch.setattr(wb.backend.engine, "scores", lambda call: calls.append(call) or scores(call))
+    with wb.record(scores=True, queries=None):
+        wb.extend(18, last=3)
+    return calls[0]
+
+
+@pytest.mark.parametrize("name", ["slots", "kv_pos", "visible", "tokens", "q_pos"])
+def test_what_the_score_kernel_reads_as_it_lies_has_no_gaps(asked: ScoreCall, name: str) -> None:
+    x = getattr(asked, name)
+    strided = x.repeat_interleave(2, -1)[..., ::2]
+    assert torch.equal(strided, x)
+    with pytest.raises(ValueError, match=rf"{name}: expected a contiguous tensor, .*pass {name}.contiguous\(\)"):
+        replace(asked, **{name: strided})
+
+
+def test_a_score_call_of_other_shapes_or_devices_is_refused(asked: ScoreCall) -> None:
+    for change, message in (
+        ({"kv_pos": asked.kv_pos[1:]}, r"kv_pos: expected \[37\] int32 on cpu, got \[36\]"),
+        ({"q_pos": asked.q_pos[1:]}, r"q_pos: expected \[3\] int32"),
+        ({"visible": asked.visible.T.contiguous()}, r"visible: expected \[3, 37\] bool"),
+        ({"slots": asked.slots[None]}, r"slots: expected \[37\] int64"),
+        ({"q": asked.q[:, 1:]}, r"q: expected \[tokens, 9, 64\]"),
+        ({"q": asked.q[..., 1:]}, r"q: expected \[tokens, 9, 64\]"),
+        ({"aux": torch.zeros(3, 9, 1)}, "aux: expected None, as no modifier of the layer reads it"),
+        ({"visible": asked.visible.to("meta")}, "visible: expected .* on cpu, got .* on meta"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(asked, **change)
 
 
 def test_rows_are_not_searched_for_each_score(monkeypatch: pytest.MonkeyPatch) -> None:

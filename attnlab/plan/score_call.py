@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from attnlab.checks import tensor
+from attnlab.checks import contiguous, last_axis_contiguous, tensor
 from attnlab.memory.pool import KVView
+from attnlab.plan.call import FLOATS, check_aux
 from attnlab.spec import AttentionSpec
 
 
@@ -19,7 +20,7 @@ class ScoreCall:
 
     `tokens[i]` says which of a step's query tokens row i is, `q_pos[i]` where it stands. Key j lies in slot `slots[j]`
     at position `kv_pos[j]`. Where not `visible[i, j]`, the score is -inf, and no modifier is asked. `aux` is that of
-    the step, `[tokens, heads, width]`, or None.
+    the step, `[tokens, heads, width]`, or None. All lie on one device, and all but `q` and `aux` are contiguous.
     """
 
     spec: AttentionSpec
@@ -33,16 +34,20 @@ class ScoreCall:
     aux: Tensor | None
 
     def __post_init__(self) -> None:
-        for name, x, dtype in (
-            ("slots", self.slots, torch.int64),
-            ("kv_pos", self.kv_pos, torch.int32),
-            ("tokens", self.tokens, torch.int64),
-            ("q_pos", self.q_pos, torch.int32),
+        spec, device = self.spec, self.view.k.device
+        q = tensor("q", self.q, shape=["tokens", spec.heads, spec.qk_dim], dtype=FLOATS, device=device)
+        last_axis_contiguous("q", q)
+        check_aux(spec, self.aux, q.shape[0], device, hint="that of the step")
+        keys, rows = self.slots.numel(), self.tokens.numel()
+        for name, shape, dtype in (
+            ("slots", (keys,), torch.int64),
+            ("kv_pos", (keys,), torch.int32),
+            ("tokens", (rows,), torch.int64),
+            ("q_pos", (rows,), torch.int32),
+            ("visible", (rows, keys), torch.bool),
         ):
-            tensor(name, x, shape=["keys" if name in ("slots", "kv_pos") else "rows"], dtype=dtype)
-        tensor("kv_pos", self.kv_pos, shape=[self.keys], hint="one for every slot")
-        tensor("q_pos", self.q_pos, shape=[self.rows], hint="one for every row")
-        tensor("visible", self.visible, shape=[self.rows, self.keys], dtype=torch.bool)
+            hint = f"there are {keys} slots and {rows} tokens"
+            contiguous(name, tensor(name, getattr(self, name), shape=shape, dtype=dtype, device=device, hint=hint))
 
     @property
     def rows(self) -> int:
