@@ -213,7 +213,6 @@ def test_a_list_or_a_state_that_is_changed_in_place_is_noticed() -> None:
         ("09-2", Scores(stages=STAGES, pool="key"), "153 rows are left out. Nobody studies raw or scaled or capped"),
         ("09-2", Scores(stages=("masked", "weights"), heads=(5,), pool="key"), "heads=(5,) leaves it out"),
         ("09-2", Scores(stages=("masked", "weights"), heads=(6,)), "pool=None makes bins of many keys here"),
-        ("09-2", Scores(stages=("masked", "weights"), requests=(), pool="key"), "requests=() leaves it out"),
         ("09-3", "nobody's", "score modifier: expected one of alibi, relative_bias"),
         ("09-3", "alibi", "the score -1.13 of key 0 in head 0 became -20.63; expected -4.81"),
         ("12-1", [107, 104, 54], "(a): that is its place in the batch. How many steps is draft 7 away from the root?"),

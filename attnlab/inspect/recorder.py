@@ -33,6 +33,8 @@ Ranges = tuple[tuple[int, int], ...]
 class Scores:
     """Which scores to keep of the queries that are recorded. None means all requests, all heads.
 
+    A list names something, and nothing twice: one that is empty or repeats raises ValueError.
+
     `stages`: `raw` (the dot product), `scaled`, `capped` (with temperature and modifier, where the layer has them),
     `masked`, `weights` (what each key's value is multiplied with). `pool`: by `key`, `page` or `split`; None takes
     keys up to 256 of them and pages beyond. `reduce` makes a bin one number: `max` or `logsumexp` of scores, `sum` or
@@ -46,7 +48,8 @@ class Scores:
     reduce: Reduce | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stages", _listed("stages", self.stages, "stages, such as ('weights',)"))
+        stages = _listed("stages", self.stages, "stages, such as ('weights',)")
+        object.__setattr__(self, "stages", _once("stages", stages, "scores=False keeps none"))
         for stage in self.stages:
             one_of("stages", stage, STAGES)
             if self.reduce is not None:
@@ -54,7 +57,7 @@ class Scores:
         for name in ("requests", "heads"):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, numbers(name, value))
+                object.__setattr__(self, name, _once(name, numbers(name, value), f"{name}=None takes all"))
         if self.pool is not None:
             one_of("pool", self.pool, POOLS)
 
@@ -188,8 +191,8 @@ class Recorder:
 
     def _check_wanted(self, layer: int, *, reqs: int) -> None:
         if self.scores is not None:
-            _check_members("requests", self.scores.requests or (), reqs)
-            _check_members("heads", self.scores.heads or (), self.backend.model.layer(layer).attention.heads)
+            _check_members("requests", self.scores.requests, reqs)
+            _check_members("heads", self.scores.heads, self.backend.model.layer(layer).attention.heads)
 
     def _scored(self, reqs: int) -> Sequence[int]:
         """Return the requests whose scores are kept."""
@@ -258,7 +261,7 @@ class Recorder:
             count = keys.in_row(row.query)
             cut = tuple((a, min(b, count)) for a, b in ranges if a < count)
             edges = Bins.of(wanted.pool, keys=count, ranges=cut, page_size=self.backend.pool.page_size).edges
-            size = len(wanted.heads or range(heads)) * (len(edges) - 1) * FLOAT_BYTES
+            size = (heads if wanted.heads is None else len(wanted.heads)) * (len(edges) - 1) * FLOAT_BYTES
             for stage in wanted.stages:
                 if self.budget.room(f"{stage} of {row}", size):
                     found.append((i, row, stage, edges))
@@ -267,7 +270,7 @@ class Recorder:
 
 def _pooled(wanted: Scores, values: Tensor, row: Row, stage: Stage, edges: tuple[int, ...]) -> ScoreTrace:
     heads = tuple(range(len(values))) if wanted.heads is None else wanted.heads
-    reduce = wanted.reduce or REDUCTIONS[stage][0]
+    reduce = REDUCTIONS[stage][0] if wanted.reduce is None else wanted.reduce
     return ScoreTrace(
         request=row.request,
         query=row.query,
@@ -331,8 +334,16 @@ def numbers(name: str, values: Any) -> tuple[int, ...]:
         raise TypeError(f"{name}: expected a list of numbers, got {values!r}") from None
 
 
-def _check_members(name: str, numbers: Sequence[int], count: int) -> None:
-    for number in numbers:
+def _once(name: str, values: tuple[Any, ...], way_out: str) -> tuple[Any, ...]:
+    """Return a list that names something, and nothing twice, or raise."""
+    require(bool(values), f"{name}: expected at least one, got none; {way_out}")
+    require(len({*values}) == len(values), f"{name}: expected each one once, got {values}")
+    return values
+
+
+def _check_members(name: str, numbers: Sequence[int] | None, count: int) -> None:
+    """Raise at a number that is none of the `count` there are; None: all of them are meant."""
+    for number in () if numbers is None else numbers:
         require(0 <= number < count, f"{name}: expected 0 to {count - 1}, got {number}")
 
 

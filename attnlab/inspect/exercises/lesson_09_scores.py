@@ -105,8 +105,6 @@ def wish_within_a_budget(answer: Any) -> str:
             return f"The stage {stage!r} is wanted, but not asked for: stages={answer.stages}."
     if answer.heads is not None and HEAD not in answer.heads:
         return f"It is head {HEAD} that is studied; heads={answer.heads} leaves it out."
-    if answer.requests is not None and 0 not in answer.requests:
-        return f"There is one request, number 0; requests={answer.requests} leaves it out."
     if answer.pool != "key":
         return f"pool={answer.pool!r} makes bins of many keys here; every single key is wanted."
     if trace.left_out:
