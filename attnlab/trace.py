@@ -328,7 +328,10 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Read a saved trace. Raises FileNotFoundError, or ValueError where the file is no whole trace."""
+        """Read a saved trace.
+
+        Raises FileNotFoundError, or ValueError where the file is no whole trace, or one of another version's format.
+        """
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"trace: there is no file {path}")
@@ -345,11 +348,18 @@ class Trace:
         if header is None:
             raise ValueError(f"trace: {path} is a safetensors file, but no trace of attnlab's")
         try:
-            return _trace_of(json.loads(header), tensors)
+            document = json.loads(header)
+            format = index(document["format"])
+            if format == FORMAT:
+                return _trace_of(document, tensors)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"trace: the header of {path} is damaged, or disagrees with its tensors ({error!r})"
             ) from error
+        raise ValueError(
+            f"trace: {path} has format {format}, this attnlab reads {FORMAT}; record it again, or read it with the "
+            "version that wrote it"
+        )
 
 
 _PLAIN = (
@@ -401,7 +411,6 @@ def _edges_of(document: Any, bins: int) -> tuple[int, ...]:
 
 
 def _trace_of(document: dict[str, Any], tensors: dict[str, Tensor]) -> Trace:
-    require(document["format"] == FORMAT, f"format: expected {FORMAT}, got {document['format']!r}")
     calls = [_call_of(row, i, tensors) for i, row in enumerate(document["calls"])]
     tokens = tuple(tuple(str(t) for t in texts) for texts in document["tokens"])
     return Trace(calls=calls, left_out=[str(x) for x in document["left_out"]], tokens=tokens)

@@ -491,12 +491,20 @@ def test_a_hostile_file_is_no_trace(tmp_path: Path, saved: tuple[Trace, Path]) -
     save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(ValueError, match="no trace of attnlab's"):
         Trace.load(path)
-    for header in ("[]", "{}", "not json", json.dumps({"format": 1}), json.dumps({"format": FORMAT, "calls": [{}]})):
+    for header in ("[]", "{}", "not json", json.dumps({"format": "1"}), json.dumps({"format": FORMAT, "calls": [{}]})):
         save_file({"x": torch.zeros(1)}, path, metadata={"attnlab_trace": header})
         with pytest.raises(ValueError, match="is damaged, or disagrees with its tensors"):
             Trace.load(path)
     path.write_bytes(b"\x80\x04\x95" + bytes(100))  # a pickle
     with pytest.raises(ValueError, match="is no whole safetensors file"):
+        Trace.load(path)
+
+
+@pytest.mark.parametrize("format", [FORMAT - 1, FORMAT + 1])
+def test_a_trace_of_another_version_is_said_to_be_one(saved: tuple[Trace, Path], format: int) -> None:
+    _, path = saved
+    changed(path, ("format",), format)
+    with pytest.raises(ValueError, match=f"has format {format}, this attnlab reads {FORMAT}; record it again, or read"):
         Trace.load(path)
 
 
