@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 import attnlab
 from attnlab.inspect import bins
 from attnlab.inspect.record import Scores, record
+from attnlab.inspect.rows import RequestKeys
 from attnlab.plan.score_call import ScoreCall
 from attnlab.plan.workspace import Partials
 from attnlab.trace import _PLAIN, _SCORE_PLAIN, FORMAT, REDUCTIONS, STAGES, CallTrace, ScoreTrace, Trace
@@ -125,6 +126,13 @@ def test_stages_of_one_pipeline_are_computed_once(case: str, launches: int, monk
     monkeypatch.setattr(stand.backend.engine, "scores", lambda *a, **k: asked.append(a) or scores(*a, **k))
     recorded(stand, scores=Scores(stages=STAGES, requests=(2,)))
     assert len(asked) == launches
+
+
+def test_where_every_key_is_asked_for_nobody_looks_which_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode's list has no hidden key."""
+    monkeypatch.setattr(RequestKeys, "visible", lambda *_: pytest.fail("looked"))
+    _, trace = recorded(Stand(TOY, *ENGINES[0]), scores=Scores(stages=STAGES))
+    assert len(trace.calls[0].scores) == 4 * len(STAGES)
 
 
 @pytest.fixture

@@ -194,8 +194,12 @@ class RowScores:
         return torch.exp(self.at("masked") - finite_or_zero(total)[..., None])
 
     def _made(self, spec: AttentionSpec, *, hides: bool) -> Tensor:
-        visible = self.keys.visible(self.query, self.q_pos)
-        visible = visible if hides else torch.ones_like(visible)
+        every = len(self.query), self.keys.keys
+        visible = (
+            self.keys.visible(self.query, self.q_pos)
+            if hides
+            else torch.ones(every, dtype=torch.bool, device=self.query.device)
+        )
         parts, first = [], 0
         for view, slots in self.keys.sources:
             here = slice(first, first + len(slots))
