@@ -410,6 +410,9 @@ def test_the_worst_place_is_worst_for_its_head() -> None:
     found = compare(a, b).first
     assert (found.absolute, found.worst.head, found.worst.a, found.worst.b) == (1.0, 1, 1.0, 1.5)
     assert found.relative == pytest.approx(1 / 3) and found.first.head == 0
+    # 0.5 is that difference; the largest, 1, is in the other head.
+    words = found.words(("a", "b"))
+    assert "by 0.5 where it is worst, 0.33 of their head's largest" in words and words.endswith("(request 0, head 1)")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -121,7 +121,8 @@ class Difference:
             return f"{told(worst.a)} in {names[0]} against {told(worst.b)} in {names[1]}"
         share = "" if self.part in RATIOS else f", {amount(self.relative)} of their head's largest"
         steps = f", {self.steps:.3g} step{'s' * (self.steps != 1)} of {self.format}" * (self.steps < MOST_STEPS)
-        return f"by {amount(self.absolute)} at most{share}{steps}"
+        # All of it is of the worst place: the largest difference may lie in a head with larger numbers.
+        return f"by {amount(abs(worst.a - worst.b))} where it is worst{share}{steps}"
 
 
 def amount(x: float) -> str:
