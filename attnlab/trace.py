@@ -93,7 +93,7 @@ class CallTrace:
     an extend a single one; `nominal` is how many were asked for; `start` is the position of the first key. Lists over
     rows, the queries that were looked at: `rows` are (request, number among its new tokens), `q_pos` their positions,
     `own` which of the request's keys is theirs; `lse` is `[rows, heads]` without sinks: of a decode made of the
-    kernel's partial results, else of the recorded scores themselves. `out`, where kept, `[rows,
+    kernel's partial results, else of scores computed again. `out`, where kept, `[rows,
     heads, v_dim]` fp32. A decode has a row for every request.
 
     `partial_lse[r]` is `[splits, heads]` and `partial_out[r]` `[splits, heads, v_dim]`, natural log and normalised, of

@@ -38,8 +38,15 @@ def record(
     for (True: all weights); `times` when each program of a decode ran (compiled kernels only). Of extends and verifies
     `queries` says which of each request's new tokens are looked at: numbers, below 0 from the last; None: all. What
     would not fit the budget is left out, and the trace says so. Outputs are the same bits as without a recording.
+    Of extends and verifies the log-sum-exp is computed again, from the scores of the chosen queries: that costs a pass
+    over them for each call, also where no scores are kept; choose few queries.
     `texts_of` says which of the texts that one puts into `trace.tokens` are those of a call's requests, given the slot
     of each one's first new token; without it they are taken to be in the batch's order.
+
+    Raises TypeError for a backend, a wish or a list that is none; ValueError for a budget below 1 or a layer that the
+    model lacks; RuntimeError where the backend is being recorded already, or a CUDA graph is being captured; and
+    NotImplementedError for times of programs that have no clock. Calls inside of the block raise ValueError, before
+    anything is stored, where the batch has no such request or query, or the layer no such head.
 
     >>> import attnlab
     >>> wb = attnlab.workbench("SmolLM2-135M", lens=[300, 40], policy="seed", engine="eager")
