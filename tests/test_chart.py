@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from attnlab.plots import style
-from attnlab.plots.chart import MARKERS, chart
+from attnlab.plots.chart import MARKERS, chart, plain
 from attnlab.plots.picture import Picture
 from tests.test_plots import faults
 
@@ -56,6 +56,14 @@ def test_numbers_are_written_out_and_a_linear_axis_begins_at_0() -> None:
     assert all(f">{n}<" in svg for n in SIZES) and ">16,384<" in svg and "mathdefault" not in svg
     assert PICTURES["linear"].figure().axes[0].get_ylim()[0] == 0
     assert ">1e-9<" in PICTURES["tiny"].to_svg()
+
+
+def test_numbers_that_differ_in_two_digits_have_labels_that_differ() -> None:
+    numbers = [digits * 10.0**power / 10 for power in range(-9, 6) for digits in range(10, 100)]
+    assert len({plain(x) for x in numbers}) == len(numbers)
+    assert [plain(x) for x in (999.4, 999.5, 999.9, -1234.5)] == ["999", "1,000", "1,000", "-1,234"]
+    assert [plain(x) for x in (0.0015, 0.0024, 9.99e-4, -1.25e-12)] == ["0.0015", "0.0024", "9.99e-4", "-1.25e-12"]
+    assert [plain(x) for x in (float("nan"), float("inf"))] == ["nan", "inf"]
 
 
 def test_the_words_have_the_ends_of_every_line() -> None:

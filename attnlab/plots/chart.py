@@ -176,9 +176,10 @@ def _figure(theme: Theme, title: str, panels: Sequence[_Panel]) -> Figure:
 def plain(x: float) -> str:
     """Return a number for an axis, or for the words about one.
 
-    >>> [plain(x) for x in (0, 1e-9, 0.25, 3.14159, 1024, 34816.0)]
-    ['0', '1e-9', '0.25', '3.14', '1,024', '34,816']
+    >>> [plain(x) for x in (0, 1e-9, 2.5e-4, 0.0015, 0.25, 3.14159, 999.9, 34816.0)]
+    ['0', '1e-9', '2.5e-4', '0.0015', '0.25', '3.14', '1,000', '34,816']
     """
-    if x == 0 or 0.01 <= abs(x) < 1000:
-        return f"{x:.3g}"
-    return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.0e}".replace("e-0", "e-")
+    if 0 < abs(x) < 1e-3:
+        digits, exponent = f"{x:.2e}".split("e")
+        return f"{float(digits):g}e{int(exponent)}"
+    return f"{x:,.0f}" if abs(x) >= 999.5 else f"{x:.3g}"
