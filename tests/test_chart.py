@@ -26,7 +26,7 @@ def made(*panels: Any, **changes: Any) -> Picture:
 PICTURES = {
     "one": made(log="xy"),
     "linear": made(),
-    "two": made(SIX, {"alone": [1e-9] * 6}, heads=("Left", "Right"), ylabel=("keys", "MiB"), log="x"),
+    "two": made(SIX, {"alone": [1e-9] * 6}, panel_titles=("Left", "Right"), ylabel=("keys", "MiB"), log="x"),
     "tiny": made({"error": [3e-8] * 6, "rounding": [1e-7] * 6}, log="xy", ylim=(1e-9, 1e-3)),
 }
 every_picture = pytest.mark.parametrize("name", PICTURES)
@@ -66,6 +66,21 @@ def test_numbers_that_differ_in_two_digits_have_labels_that_differ() -> None:
     assert [plain(x) for x in (float("nan"), float("inf"))] == ["nan", "inf"]
 
 
+@pytest.mark.parametrize("values", [[3, -5, 4, 2, 1, 0], [-3, -5, -4, -2, -1, -3], [2] * 6])
+def test_a_linear_axis_has_0_and_every_value(values: list[float]) -> None:
+    low, high = made({"gain": values}).figure().axes[0].get_ylim()
+    assert low <= min(0, *values) and high >= max(0, *values)
+
+
+def test_an_axis_of_x_that_is_logarithmic_refuses_0() -> None:
+    words = {"title": "From none on", "xlabel": "drafts", "ylabel": "keys"}
+    with pytest.raises(
+        ValueError, match="x: it has 0, which has no place on a logarithmic x axis; leave 'x' out of log='x'"
+    ):
+        chart([0, 1], {"line": [1, 2]}, log="x", **words)
+    assert chart([0, 1], {"line": [1, 2]}, log="y", **words).alt == "keys by drafts. line: 1 at 0, 2 at 1."
+
+
 def test_the_words_have_the_ends_of_every_line() -> None:
     picture = PICTURES["two"]
     assert picture.title == "Programs grow"
@@ -86,7 +101,15 @@ def test_settings_of_ones_own_stay() -> None:
         ([SIX] * 3, {}, "panels: expected 1 or 2 dicts of lines, got 3"),
         ([], {"log": "z"}, "log: expected x, y or xy, got 'z'"),
         ([], {"title": " "}, "title: expected a sentence"),
-        ([], {"heads": ("a", "b")}, "heads: expected 1, one for each panel, got 2"),
+        ([], {"panel_titles": ("a", "b")}, "panel_titles: expected 1, one for each panel, got 2"),
+        ([SIX | {"seventh": SIZES}], {}, "panels: expected at most 6 lines in each, more look alike, got 7"),
+        (
+            [SIX, {"gap": [1, 2, 0, 4, 5, 6]}],
+            {"log": "y"},
+            "panels: line 'gap' has 0, which has no place on a logarithmic y axis",
+        ),
+        ([{"gain": [1, 2, -0.5, 4, 5, 6]}], {"log": "xy"}, "panels: line 'gain' has -0.5, which has no place on a"),
+        ([], {"log": "y", "ylim": (0, 9)}, "ylim: it has 0, which has no place on a logarithmic y axis"),
         ([], {"ylabel": ["a", "b"]}, "ylabel: expected 1, one for each panel, got 2"),
         ([], {"theme": "blue"}, "theme: expected one of light, dark"),
     ],

@@ -26,6 +26,8 @@ DASHES = ("-", (0, (5, 2)), (0, (6, 2, 1, 2)), (0, (1, 1.5)), (0, (9, 3)), (0, (
 """Lines differ in more than colour, and one that lies on another shows it between its dashes."""
 HUES = (0, 1, 2, 3, 4, 10)
 """Which of the requests' colours lines have, in their order."""
+MOST_LINES = len(HUES)
+"""From the next one on, a line would look like the first."""
 MOST_TICKS = 12
 WIDE = 2**12
 """A logarithmic axis over a larger ratio has ticks at powers of 10, else of 2."""
@@ -40,17 +42,19 @@ def chart(
     title: str,
     xlabel: str,
     ylabel: str | Sequence[str],
-    heads: Sequence[str] = (),
+    panel_titles: Sequence[str] = (),
     log: str = "",
     ylim: tuple[float, float] | None = None,
     theme: str = "light",
 ) -> Picture:
     """Return a picture of lines over the same `x`: a panel for each dict of a line's name and its values.
 
-    `title` is a sentence that states what is to be seen; `heads` are the panels' own, and `ylabel` may be one for each.
-    `log` names the axes that are logarithmic: "x", "y" or "xy"; others begin at 0. Any colour vision tells the lines
-    apart, which have dashes and markers too, in their order. `theme` is what a notebook displays, "light" or "dark".
-    Raises ValueError where a line has not a value for each x.
+    `title` is a sentence that states what is to be seen; `panel_titles` are the panels' own, and `ylabel` may be one
+    for each. `log` names the axes that are logarithmic: "x", "y" or "xy"; a linear y axis has 0 on it. Any colour
+    vision tells the lines of a panel apart, 6 at most, which have dashes and markers too, in their order. `theme` is
+    what a notebook displays, "light" or "dark".
+    Raises ValueError where a line has not a value for each x, where a panel has more lines than can be told apart, and
+    where a logarithmic axis would have no place for a value.
 
     >>> values = {"n": [1, 2, 4], "n squared": [1, 4, 16]}
     >>> picture = chart([1, 2, 4], values, title="Squares grow twice as steeply", xlabel="n", ylabel="value", log="xy")
@@ -63,16 +67,22 @@ def chart(
     require(1 <= len(panels) <= MOST_PANELS, f"panels: expected 1 or {MOST_PANELS} dicts of lines, got {len(panels)}")
     require(log in ("", "x", "y", "xy"), f"log: expected x, y or xy, got {log!r}")
     require(title.strip() != "", "title: expected a sentence that states what is to be seen, got none")
-    require(len(heads) in (0, len(panels)), f"heads: expected {len(panels)}, one for each panel, got {len(heads)}")
+    titles = len(panel_titles)
+    require(titles in (0, len(panels)), f"panel_titles: expected {len(panels)}, one for each panel, got {titles}")
     ylabels = [ylabel] * len(panels) if isinstance(ylabel, str) else list(ylabel)
     require(len(ylabels) == len(panels), f"ylabel: expected {len(panels)}, one for each panel, got {len(ylabels)}")
     xs, made = [float(value) for value in x], []
+    _fits("x", log, "x: it has", xs)
+    _fits("y", log, "ylim: it has", ylim or ())
     for number, lines in enumerate(panels):
         values = {name: [float(value) for value in its] for name, its in lines.items()}
+        words = f"panels: expected at most {MOST_LINES} lines in each, more look alike, got {len(values)}"
+        require(len(values) <= MOST_LINES, f"{words}; leave some out, or draw two panels")
         for name, its in values.items():
             words = f"{len(its)} value{'s' * (len(its) != 1)}"
             require(len(its) == len(xs), f"panels: line {name!r} has {words} for {len(xs)} of x")
-        head = heads[number] if heads else ""
+            _fits("y", log, f"panels: line {name!r} has", its)
+        head = panel_titles[number] if panel_titles else ""
         made.append(_Panel(x=xs, lines=values, head=head, xlabel=xlabel, ylabel=ylabels[number], log=log, ylim=ylim))
 
     def draw(theme: Theme) -> Figure:
@@ -80,6 +90,13 @@ def chart(
             return _figure(theme, title, made)
 
     return Picture(draw=draw, title=title, alt=" ".join(panel.words for panel in made), theme=theme_of(theme).name)
+
+
+def _fits(axis: str, log: str, whose: str, values: Sequence[float]) -> None:
+    """Raise where a value has no logarithm, and its axis is logarithmic."""
+    lost = [value for value in values if value <= 0 and axis in log]
+    words = f"which has no place on a logarithmic {axis} axis; leave {axis!r} out of log={log!r}, or the value out"
+    require(not lost, f"{whose} {', '.join(map(plain, lost))}, {words}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +131,9 @@ class _Panel:
         if "y" in self.log:
             ax.set_yscale("log")
         else:
-            ax.set_ylim(bottom=0)
+            low, high = ax.get_ylim()
+            values = [value for its in self.lines.values() for value in its]
+            ax.set_ylim(low if any(value < 0 for value in values) else 0, max(high, 0))
         if self.ylim:
             ax.set_ylim(*self.ylim)
         for axis in (ax.xaxis, ax.yaxis):
@@ -159,7 +178,7 @@ def _rc(theme: Theme) -> dict[str, Any]:
 
 def _figure(theme: Theme, title: str, panels: Sequence[_Panel]) -> Figure:
     alone, heads = len(panels) == 1, HEAD * any(panel.head for panel in panels)
-    below = 0.0 if alone else NAME * max(len(panel.lines) for panel in panels if panel) + 0.1
+    below = 0.0 if alone else NAME * max(len(panel.lines) for panel in panels) + 0.1
     figure = canvas(TITLE + heads + HEIGHT + FOOT + below)
     width = (RIGHT - LEFT - Y_WORDS - NAMES * alone - BETWEEN * (len(panels) - 1)) / len(panels)
     for number, panel in enumerate(panels):
