@@ -104,9 +104,6 @@ _HOME = {
 _PACKAGES = ("graphs",)
 """Packages among the public names."""
 
-_FILLED_BY = {"split_policies": "plan.policies"}
-"""Registries, and the package that fills them when it is imported."""
-
 __all__ = ["__version__", *_HOME, *_PACKAGES]
 
 
@@ -116,8 +113,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         known = ", ".join([*_HOME, *_PACKAGES])
         raise AttributeError(f"module 'attnlab' has no attribute {name!r}; its names are {known}")
-    if name in _FILLED_BY:
-        import_module(f"attnlab.{_FILLED_BY[name]}")
     return getattr(import_module(f"attnlab.{_HOME[name]}"), name)
 
 

@@ -32,8 +32,10 @@ class Registry(Generic[T]):
         """Put an item under a name; `owner` is the module that it comes from.
 
         A module may replace its own item, so that a notebook cell can be run again; a name that another
-        module took is an error.
+        module took is an error. A newcomer comes after the home package, whose names it may not take.
         """
+        if self._home is not None and not f"{owner}.".startswith(f"{self._home}."):
+            self._fill()
         taken_by = self._owners.get(name, owner)
         if taken_by != owner:
             raise ValueError(f"{self.kind}: the name {name!r} is taken by {taken_by}; choose another")
@@ -53,10 +55,9 @@ class Registry(Generic[T]):
         return list(self._items)
 
     def _fill(self) -> None:
-        """Import the home package, once: its `__init__` imports every file."""
-        home, self._home = self._home, None
-        if home is not None:
-            importlib.import_module(home)
+        """Import the home package, whose `__init__` imports every file. Python does so once, and anew if it failed."""
+        if self._home is not None:
+            importlib.import_module(self._home)
 
 
 def import_all(path: Iterable[str], package: str) -> None:
