@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 
@@ -248,3 +249,27 @@ def test_the_title_follows_the_numbers() -> None:
     assert statement(Heads(heads=(head,))) == "None of 1 head does one thing alone"
     wide = replace(head, diffuse=FROM["diffuse"])
     assert statement(Heads(heads=(wide,))) == "1 of 1 head has a name; q0 of layer 0 spreads over 30% of its keys"
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_what_was_not_told_and_heads_that_are_not_there_are_grey_and_no_share_of_0(theme: str) -> None:
+    whole = drawn(2, 6, 3)
+    told, *rest = whole.heads
+    untold = Heads(heads=(replace(told, induction=None), replace(rest[0], induction=0.0), *rest[1:]))
+    fewer = Heads(heads=tuple(head for head in whole if (head.layer, head.head) != (1, 2)))
+    grey, paper = ([*bytes.fromhex(color[1:]), 255] for color in (THEMES[theme].idle, THEMES[theme].paper))
+    for found, words, cell in ((untold, "not told", (0, 0)), (fewer, "no such head", (1, 2))):
+        figure = show(found).figure(theme)
+        pixels = np.asarray(figure.axes[0].get_images()[0].get_array())  # of induction, KV head 0
+        assert [*map(tuple, np.argwhere((pixels == grey).all(-1)))] == [cell]
+        assert any(text.get_text().splitlines()[0].endswith(f"looked at. Grey: {words}.") for text in figure.texts)
+        assert faults(figure) == []
+        if found is untold:
+            assert pixels[0, 1].tolist() == paper
+    assert not any("Grey" in text.get_text() for text in show(whole).figure(theme).texts)
+
+
+def test_layers_that_group_their_heads_differently_are_refused_before_anything_is_drawn() -> None:
+    coarse = tuple(replace(head, layer=5) for head in drawn(1, 6, 6))
+    with pytest.raises(ValueError, match="heads: q3 has KV head 1 in layer 0 and 0 in layer 5; show layers that group"):
+        show(Heads(heads=(*drawn(2, 6, 3), *coarse)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -38,19 +39,23 @@ WORDS: dict[Behaviour, str] = {
 
 @show.register(Heads)
 def heads_map(*all_heads: Heads) -> Picture:
-    """Return a picture of what heads do: `heads(trace)`."""
+    """Return a picture of what heads do: `heads(trace)`.
+
+    Raises ValueError where layers disagree on the KV head that a query head has.
+    """
     require(len(all_heads) == 1, f"show: a picture shows the heads of 1 recording, got {len(all_heads)}")
     (heads,) = all_heads
-    title = statement(heads)
+    title, grid = statement(heads), _Grid.of(heads)
 
     def draw(theme: Theme) -> Figure:
-        return _figure(theme, title, _Grid.of(heads))
+        return _figure(theme, title, grid)
 
     return Picture(draw=draw, title=title, alt=f"{_counts(heads)}.")
 
 
 def statement(heads: Heads) -> str:
     """Return the picture's title: how many heads have a name, and which one says it most clearly."""
+    # A sink first: no behaviour is as clear-cut, and weight that rests on it says nothing of the text. Then the rarest.
     order: tuple[Behaviour, ...] = ("sink", "induction", "previous", "local", "diffuse")
     name: Behaviour = next((each for each in order if heads.named(each)), "sink")
     found = heads.named(name)
@@ -74,21 +79,22 @@ class _Grid:
     """Layers by heads: where cells stand, in inches from a panel's upper left."""
 
     heads: Heads
-    at: dict[tuple[int, int], Head]
     layers: tuple[int, ...]
     columns: int
     groups: dict[int, int]
 
     @classmethod
     def of(cls, heads: Heads) -> _Grid:
-        at = {(head.layer, head.head): head for head in heads}
-        return cls(
-            heads=heads,
-            at=at,
-            layers=heads.layers,
-            columns=1 + max(head.head for head in heads),
-            groups={head.head: head.kv_head for head in heads},
-        )
+        firsts: dict[int, Head] = {}
+        for head in heads:
+            first = firsts.setdefault(head.head, head)
+            words = (
+                f"heads: q{head.head} has KV head {first.kv_head} in layer {first.layer} and {head.kv_head} in layer"
+            )
+            require(head.kv_head == first.kv_head, f"{words} {head.layer}; show layers that group their heads alike")
+        groups = {number: firsts[number].kv_head for number in sorted(firsts)}
+        columns = 1 + max(head.head for head in heads)
+        return cls(heads=heads, layers=heads.layers, columns=columns, groups=groups)
 
     @property
     def pitch(self) -> tuple[float, float]:
@@ -110,11 +116,19 @@ class _Grid:
         return self.layers.index(layer) * self.pitch[1]
 
     def values(self, behaviour: Behaviour) -> NDArray[np.float64]:
-        """The numbers `[layers, heads]`, 0 where there is none."""
-        found = np.zeros((len(self.layers), self.columns))
+        """The numbers `[layers, heads]`, NaN where a head's could not be told or a layer has no such head."""
+        found = np.full((len(self.layers), self.columns), np.nan)
         for head in self.heads:
-            found[self.layers.index(head.layer), head.head] = head.number(behaviour) or 0.0
+            number = head.number(behaviour)
+            found[self.layers.index(head.layer), head.head] = np.nan if number is None else number
         return found
+
+    @property
+    def greys(self) -> str:
+        """What cells without a number stand for; nothing where there is none."""
+        untold = any(head.number(behaviour) is None for head in self.heads for behaviour in BEHAVIOURS)
+        fewer = len(self.heads) < len(self.layers) * self.columns
+        return " or ".join(["not told"] * untold + ["no such head"] * fewer)
 
 
 def _figure(theme: Theme, title: str, grid: _Grid) -> Figure:
@@ -139,6 +153,7 @@ def _figure(theme: Theme, title: str, grid: _Grid) -> Figure:
 def _draw_panel(ax: Axes, theme: Theme, grid: _Grid, behaviour: Behaviour) -> None:
     values, scale = grid.values(behaviour), share_scale(theme, "share")
     width, height = grid.pitch
+    idle = np.round(np.array(to_rgba(theme.idle)) * 255).astype(np.uint8)
     ax.text(
         0, -0.07, f"{behaviour}: {WORDS[behaviour]}", size=SIZE["note"], weight="bold", color=theme.ink, va="bottom"
     )
@@ -149,13 +164,15 @@ def _draw_panel(ax: Axes, theme: Theme, grid: _Grid, behaviour: Behaviour) -> No
     for kv_head in sorted(set(grid.groups.values())):
         mine = [head for head, group in grid.groups.items() if group == kv_head]
         left, right = grid.left(mine[0]), grid.left(mine[-1]) + width
-        draw_cells(ax, scale.colors(values[:, mine[0] : mine[-1] + 1]), (left, right, grid.height, 0))
+        shown = values[:, mine[0] : mine[-1] + 1]
+        pixels = np.where(np.isnan(shown)[..., None], idle, scale.colors(shown))
+        draw_cells(ax, pixels, (left, right, grid.height, 0))
         outline(ax, box(left, right, 0, grid.height), theme.rule, 0.6)
     for head in grid.heads:
         x, y, number = grid.left(head.head), grid.top(head.layer), head.number(behaviour)
         if behaviour in head.names:
             outline(ax, box(x, x + width, y, y + height), theme.accent, 1.3)
-        if number is not None and (width, height) >= NUMBER and height >= NUMBER[1]:
+        if number is not None and width >= NUMBER[0] and height >= NUMBER[1]:
             fill = "#{:02x}{:02x}{:02x}".format(*scale.colors(number)[:3])
             look: dict[str, Any] = {"size": SIZE["small"], "ha": "center", "va": "center", "color": text_on(fill)}
             ax.text(x + width / 2, y + height / 2, share(number), **look)
@@ -183,13 +200,15 @@ def _name_heads(figure: Figure, theme: Theme, grid: _Grid, bottom: float) -> Non
 
 def _caption(grid: _Grid) -> str:
     shared = "" if len(set(grid.groups.values())) == len(grid.groups) else "; those side by side share a KV head"
+    colour = "Colour: a mean over the queries that were looked at."
+    greys = f" Grey: {grid.greys}." if grid.greys else ""
     return (
-        f"A row is a layer, a column a query head{shared}. Colour: a mean over the queries that were looked at.\n"
+        f"A row is a layer, a column a query head{shared}. {colour}{greys}\n"
         "Framed heads are called so; one head may have two names, and one without any does a bit of everything."
     )
 
 
 def _source(grid: _Grid) -> str:
     queries, repeats = ({getattr(head, name) for head in grid.heads} for name in ("queries", "repeats"))
-    asked = plural(max(queries), "query").replace("querys", "queries") + (" at most" if len(queries) > 1 else "")
+    asked = plural(max(queries), "query") + (" at most" if len(queries) > 1 else "")
     return f"{asked} a layer, each with 32 keys or more; {max(repeats)} of them repeat a token. {_counts(grid.heads)}."
