@@ -221,6 +221,20 @@ def test_every_room_has_a_floor() -> None:
     assert {room(module_of(path)) for path in files(PACKAGE)} - {""} <= FLOORS.keys()
 
 
+def test_constants_of_plans_and_kernels_have_one_home_and_kernels_ask_no_policy() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in files(PACKAGE):
+        if room(module_of(path)) in ("plan", "kernels"):
+            assigned = [to for node in tree(path).body if isinstance(node, ast.Assign) for to in node.targets]
+            for constant in filter(str.isupper, (to.id for to in assigned if isinstance(to, ast.Name))):
+                homes.setdefault(constant, []).append(name(path))
+        if room(module_of(path)) == "kernels":
+            asked = [module for _, module in imports(tree(path)) if module.startswith("attnlab.plan.policies")]
+            assert asked == [], name(path)
+    assert homes["HEAD_TILE"] == ["attnlab/plan/tiles.py"]
+    assert {constant: found for constant, found in homes.items() if len(found) > 1} == {}
+
+
 def test_tolerances_are_numbers_in_one_table_alone() -> None:
     found = [
         (name(path), node.value.lineno)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnlab.kernels.decode import head_tiles
 from attnlab.plan.plans import Lane
+from attnlab.plan.tiles import head_tiles
 from attnlab.spec import AttentionSpec
 
 

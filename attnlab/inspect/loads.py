@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnlab.kernels.decode import head_tiles
 from attnlab.kernels.target import Target
 from attnlab.kernels.verify import VerifyConfig
 from attnlab.mask import CustomMask
 from attnlab.memory.pool import FP8
 from attnlab.plan.plans import DecodePlan, VerifyPlan
+from attnlab.plan.tiles import head_tiles
 from attnlab.spec import AttentionSpec, ModelSpec
 
 H200 = Target(kind="cuda", arch=90)

@@ -16,11 +16,11 @@ from attnlab.checks import one_of, require, whole
 from attnlab.inspect.bins import POOLS, Bins, Pool, pooled
 from attnlab.inspect.merge import RequestPartials
 from attnlab.inspect.rows import RequestKeys, Row, RowScores, chosen_rows, in_slices
-from attnlab.kernels.decode import head_tiles
 from attnlab.plan.call import DecodeCall
 from attnlab.plan.extend_call import ExtendCall, VerifyCall
 from attnlab.plan.plans import Lane, Queries
 from attnlab.plan.schedule import Schedule
+from attnlab.plan.tiles import head_tiles
 from attnlab.plan.workspace import FLOAT_BYTES
 from attnlab.spec import AttentionSpec
 from attnlab.trace import REDUCTIONS, STAGES, CallTrace, Mode, Reduce, ScoreTrace, Stage, Trace

@@ -19,10 +19,8 @@ from attnlab.kernels.launch import lifted, merge_options, padded, slot_stride, t
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.call import DecodeCall
+from attnlab.plan.tiles import HEAD_TILE, head_tiles
 from attnlab.spec import AttentionSpec
-
-HEAD_TILE = 16
-"""Query heads of one group that a program packs into a tile; the tensor core's smallest side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +44,6 @@ class SplitConfig:
         if spec.group == 1:
             return cls(block_n=32 if wide else 64, num_warps=num_warps, num_stages=2)
         return cls(block_n=32, num_warps=num_warps, num_stages=1 if wide else 2)
-
-
-def head_tiles(group: int) -> int:
-    """Return how many programs share the query heads of a group of that size: the tiles of up to 16 that it needs."""
-    return -(-group // HEAD_TILE)
 
 
 def decode_split(call: DecodeCall, *, target: Target) -> None:

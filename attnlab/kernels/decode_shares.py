@@ -15,12 +15,11 @@ from torch import Tensor
 
 from attnlab._triton import device_clock, jit, multiprocessor, release_dependents, tl
 from attnlab.kernels.core import attend_tile, join_sink, load_queries, slot_offsets, store_states, write_rows
-from attnlab.kernels.decode import HEAD_TILE, head_tiles
 from attnlab.kernels.launch import lifted, slot_stride, tile_constants, written
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import FP8, KVView, compute_dtype
 from attnlab.plan.call import DecodeCall
-from attnlab.plan.policies.balanced import NARROW_DIM
+from attnlab.plan.tiles import HEAD_TILE, NARROW_DIM, head_tiles
 from attnlab.spec import AttentionSpec
 
 NARROW_BELOW = 2**31

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from attnlab._triton import jit, tl
 from attnlab.kernels.core import load_queries, load_tile, score_tile, slot_offsets
-from attnlab.kernels.decode import head_tiles, split_constants
+from attnlab.kernels.decode import split_constants
 from attnlab.kernels.launch import lifted, slot_stride
 from attnlab.kernels.target import Target
 from attnlab.plan.score_call import ScoreCall
+from attnlab.plan.tiles import head_tiles
 
 SHARED = (
     *("GROUP", "QK_DIM", "BLOCK_H", "BLOCK_N", "BLOCK_D", "BLOCK_R", "PAGE_SIZE"),

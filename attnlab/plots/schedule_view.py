@@ -10,11 +10,11 @@ from typing import Any, Literal
 from attnlab.checks import require
 from attnlab.inspect.step import live_rows, prefix_and_new
 from attnlab.inspect.workbench import Workbench
-from attnlab.kernels.decode import head_tiles as head_tiles_of
 from attnlab.plan.plans import DecodePlan, Lane
 from attnlab.plan.policy import HostPolicy, SplitContext, SplitPolicy, resolve_policy
 from attnlab.plan.schedule import Schedule
 from attnlab.plan.splits import HostSplits, SplitPlan, check_ranges, cut
+from attnlab.plan.tiles import head_tiles as head_tiles_of
 from attnlab.plots.words import between, everything, plural, short, times
 from attnlab.spec import ModelSpec
 

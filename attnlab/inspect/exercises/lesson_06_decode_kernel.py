@@ -12,7 +12,8 @@ from attnlab._boot import INTERPRETED
 from attnlab._triton import is_jitted
 from attnlab.inspect.exercises.registry import ask, exercise, near, off_by, whole_numbers
 from attnlab.inspect.loads import H200
-from attnlab.kernels.decode import HEAD_TILE, SplitConfig, head_tiles
+from attnlab.kernels.decode import SplitConfig
+from attnlab.plan.tiles import HEAD_TILE, head_tiles
 from attnlab.plan.workspace import Partials
 from attnlab.spec import AttentionSpec
 

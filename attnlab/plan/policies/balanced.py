@@ -10,13 +10,10 @@ from dataclasses import dataclass
 
 from attnlab.checks import positive
 from attnlab.plan.policy import SharePolicy, SplitContext, split_policy
+from attnlab.plan.tiles import NARROW_DIM, head_tiles
 
 UNKNOWN = 128
 """Multiprocessors where the device does not say."""
-HEAD_TILE = 16
-"""Query heads of a group that one program serves."""
-NARROW_DIM = 128
-"""Of values up to so wide an H200 multiprocessor holds four programs of the kernel, of wider ones two (measured)."""
 
 
 @split_policy("balanced")
@@ -39,5 +36,5 @@ class Balanced(SharePolicy):
     def shares(self, ctx: SplitContext) -> int:
         """Return as many shares as programs of one KV head run at a time."""
         programs = self.programs or (4 if ctx.v_dim <= NARROW_DIM and not ctx.mla else 2)
-        tiles = -(-(ctx.heads // ctx.kv_heads) // HEAD_TILE)
+        tiles = head_tiles(ctx.heads // ctx.kv_heads)
         return max(1, (ctx.multiprocessors or UNKNOWN) * programs // (ctx.kv_heads * tiles))

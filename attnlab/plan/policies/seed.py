@@ -15,9 +15,7 @@ from torch import Tensor
 from attnlab._triton import jit, tl
 from attnlab.checks import positive, require
 from attnlab.plan.policy import MIN_BLOCK, SplitBounds, SplitContext, SplitPolicy, SplitSizes, split_policy
-
-HEAD_TILE = 16
-"""Query heads of a group that one program of the original serves."""
+from attnlab.plan.tiles import HEAD_TILE
 
 
 @split_policy("seed")
