@@ -154,6 +154,8 @@ def test_times_that_a_lesson_quotes_stand_in_the_log() -> None:
     assert f"{seed} / {static} / {tile} us" in log
     quoted = re.findall(r"[\d.]+ / [\d.]+ / [\d.]+ us", text_of(FOLDER / "05_split_policies.ipynb"))
     assert quoted and all(words in log for words in quoted)
+    assert "256.9 us for the 64 equal requests" in text_of(FOLDER / "05_split_policies.ipynb")
+    assert "| 64 x 4,096 | 269.7 | 256.9 |" in log
     fixed = re.search(r"times = (\{.+\})", text_of(FOLDER / "10_determinism.ipynb"))
     assert fixed is not None
     (free, tile), (parts, one_pass) = ast.literal_eval(fixed[1]).values()

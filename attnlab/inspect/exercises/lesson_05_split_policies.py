@@ -12,6 +12,7 @@ from attnlab.inspect.workbench import H200_MULTIPROCESSORS
 from attnlab.plan.policies.seed import Seed
 from attnlab.plan.policies.tile import Tile
 from attnlab.plan.policy import MIN_BLOCK, HostPolicy, SplitContext, SplitPolicy, resolve_policy
+from attnlab.plan.schedule import Schedule
 from attnlab.plan.splits import cut
 
 TRACE = "mooncake_fast25_synthetic"
@@ -117,10 +118,10 @@ def _even(lens: Sequence[int], ctx: SplitContext) -> float:
 def _finish(policy: SplitPolicy | HostPolicy, lens: Sequence[int], ctx: SplitContext) -> int:
     """Keys of the multiprocessor that is done last; each program goes to the one that is free first."""
     busy = [0] * (ctx.multiprocessors or 1)
-    for mine in cut(policy, lens, ctx).to_host().ranges:
-        for start, end in mine:
-            for _ in range(ctx.kv_heads):
-                busy[busy.index(min(busy))] += end - start
+    schedule = Schedule.of(policy, cut(policy, lens, ctx), ctx)
+    keys = (schedule.segments[:, 3] - schedule.segments[:, 2]).tensor_split(schedule.program_indptr.tolist())
+    for mine in keys:
+        busy[busy.index(min(busy))] += int(mine.sum())
     return max(busy)
 
 
