@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from attnlab import _triton
-from attnlab.kernels import decode
+from attnlab.kernels import decode, decode_shares
 
 pytestmark = pytest.mark.skipif(_triton.PROBLEM is not None, reason="needs Triton")
 
@@ -18,27 +18,30 @@ COMPILE = """
 import sys
 
 sys.path.insert(0, sys.argv[1])
-import without_probe
+import decode
+import decode_shares
 
 from dataclasses import replace
 
 import torch
 from attnlab.inspect.resources import TARGETS, ptx, variants
 
-compared = 0
+without_probe = {"split": decode._decode_split_kernel, "shares": decode_shares._decode_shares_kernel}
+compared = dict.fromkeys(without_probe, 0)
 for variant in variants(TARGETS["sm_90"]):
-    if not variant.name.startswith("split: "):
+    kind = variant.name.split(": ")[0]
+    if kind not in without_probe:
         continue
     probed = ptx(variant)
     assert "globaltimer" not in probed, variant.name
-    assert probed == ptx(variant, without_probe._decode_split_kernel), variant.name
+    assert probed == ptx(variant, without_probe[kind]), variant.name
     noted = replace(variant, constants={**variant.constants, "TIMES": True})
     del noted.constants["times_ptr"]
     noted.pointers["times_ptr"] = torch.int64
-    if compared == 0:
+    if compared[kind] == 0:
         assert "globaltimer" in ptx(noted), "the probe is never on"
-    compared += 1
-print("compared", compared)
+    compared[kind] += 1
+print(compared["split"], compared["shares"])
 """
 
 
@@ -49,13 +52,14 @@ def without_branches(source: str) -> str:
 
 def test_a_kernel_with_its_probe_off_is_the_kernel_without_a_probe(compiling: dict[str, str], tmp_path: Path) -> None:
     """sm_90 PTX of every variant, byte for byte; line numbers, which move with the text, are left out."""
-    source = Path(decode.__file__).read_text(encoding="utf-8")
-    deleted = without_branches(source)
-    assert source.count("if TIMES:") == 2 and "if TIMES:" not in deleted and len(deleted) < len(source)
-    (tmp_path / "without_probe.py").write_text(deleted, encoding="utf-8")
+    for module in (decode, decode_shares):
+        source = Path(module.__file__).read_text(encoding="utf-8")
+        deleted = without_branches(source)
+        assert source.count("if TIMES:") == 2 and "if TIMES:" not in deleted and len(deleted) < len(source)
+        (tmp_path / Path(module.__file__).name).write_text(deleted, encoding="utf-8")
     command = [sys.executable, "-c", COMPILE, str(tmp_path)]
     environment = {**compiling, "TRITON_DISABLE_LINE_INFO": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    compared = int(done.stdout.split()[-1])
-    assert compared >= 15
+    split, shares = map(int, done.stdout.split()[-2:])
+    assert split >= 15 and shares >= 5
