@@ -20,6 +20,7 @@ from attnlab.inspect.record import Scores
 from attnlab.kernels.core import finite_or_zero
 from attnlab.mods import jit, tl
 from attnlab.plan.index import KVIndex
+from attnlab.plan.policies.balanced import Balanced
 from attnlab.plan.policies.static import Static
 from attnlab.plan.policies.tile import Tile
 from attnlab.plan.policy import HostPolicy
@@ -234,6 +235,11 @@ def test_a_list_or_a_state_that_is_changed_in_place_is_noticed() -> None:
         ("10-2", Tile(tile=128), "No range moves, but 2,000 tokens have 16 ranges. Longer ones are allowed"),
         ("10-2", Tile(tile=512), "With 301 tokens a range holds 301 keys"),
         ("10-2", "seed", "they are cut anew"),
+        (
+            "10-2",
+            Balanced(tile=256),
+            "but this policy looks at the neighbours: in another batch they would. Which policy",
+        ),
         ("10-2", 256, "Expected a split policy, got the number 256"),
         (
             "10-3",
@@ -444,6 +450,7 @@ def attend_latent(
     scale: float,
     *,
     hidden: int | None = 1,
+    from_first: bool = False,
     rope: float = 1.0,
     wide: bool = False,
     up: bool = True,
@@ -453,7 +460,7 @@ def attend_latent(
     q = torch.cat([torch.einsum("qhd,hdl->qhl", q_nope, w_uk), q_rope * rope], -1)
     scores = torch.einsum("qhd,kd->qhk", q, rows) * (rows.shape[1] ** -0.5 if wide else scale)
     if hidden is not None:
-        own = torch.arange(keys - queries, keys)
+        own = torch.arange(queries) + (0 if from_first else keys - queries)
         scores = scores.masked_fill((torch.arange(keys) >= own[:, None] + hidden)[:, None], -math.inf)
     out = torch.einsum("qhk,kl->qhl", torch.softmax(scores, -1), rows[:, :latent])
     return torch.einsum("qhl,hdl->qhd", out, w_uv) if up else out
@@ -463,6 +470,10 @@ LATENT: dict[str, tuple[dict[str, Any], str]] = {
     "right": ({}, "yes"),
     "all keys": ({"hidden": None}, "With 3 queries, 9 keys and 4 heads: off by"),
     "keys that come later": ({"hidden": None}, "Every query sees all keys, also of tokens that come after its own"),
+    "counted from the first key": (
+        {"from_first": True},
+        "query i of n stands at keys - n + i, and sees keys up to that one",
+    ),
     "own key hidden": ({"hidden": 0}, "A query sees its own key as well"),
     "scale of rows": ({"wide": True}, "That is the scale of rows. Use the one that is given"),
     "no position": ({"rope": 0.0}, "The scores leave out the columns with the position"),
@@ -666,8 +677,13 @@ def test_cuts_at_fixed_places_of_any_length_that_fits() -> None:
     assert check_exercise("10-2", HostPolicy(name="mine", rule=fixed_cuts, max_ranges=8)).right
 
 
-def fixed_cuts(lens: list[int], ctx: Any) -> list[list[tuple[int, int]]]:
-    places = [0, 100, *range(400, 2201, 300)]
+def test_fixed_places_that_are_others_in_a_crowd() -> None:
+    policy = HostPolicy(name="mine", rule=lambda lens, ctx: fixed_cuts(lens, ctx, first=100 + len(lens)), max_ranges=8)
+    assert "this policy looks at the neighbours" in said("10-2", policy)
+
+
+def fixed_cuts(lens: list[int], ctx: Any, *, first: int = 100) -> list[list[tuple[int, int]]]:
+    places = [0, first, *range(400, 2201, 300)]
     return [[(a, min(b, n)) for a, b in zip(places, places[1:], strict=False) if a < n] for n in lens]
 
 
@@ -675,14 +691,20 @@ def fixed_cuts(lens: list[int], ctx: Any) -> list[list[tuple[int, int]]]:
 
 
 def attended(
-    *, of_scores: float = 1, of_k: float = 1, of_v: float = 1, swapped: bool = False, dtype: torch.dtype = torch.float32
+    *,
+    of_scores: float = 1,
+    of_k: float = 1,
+    of_v: float = 1,
+    later: float = 0,
+    swapped: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Callable[..., Tensor]:
     """Return an attention over stored rows whose scales go to these powers."""
 
     def attend_fp8(q: Tensor, k: Tensor, v: Tensor, scale: float, k_scale: float, v_scale: float) -> Tensor:
         k_scale, v_scale = (v_scale, k_scale) if swapped else (k_scale, v_scale)
         scores = (q @ k.float().T * (scale**of_scores * k_scale**of_k)).to(dtype)
-        return (torch.softmax(scores, -1) @ v.to(dtype)).float() * v_scale**of_v
+        return (torch.softmax(scores, -1) @ v.to(dtype)).float() * v_scale**of_v * k_scale**later
 
     return attend_fp8
 
@@ -700,8 +722,14 @@ IN_FP8: dict[str, tuple[Callable[..., Any], str]] = {
     "divided": (attended(of_k=-1, of_v=-1), "so the way back multiplies"),
     "instead": (attended(of_scores=0), "k_scale comes on top of the layer's own scale"),
     "twice": (attended(of_v=2), "v_scale is applied twice"),
+    "k_scale too late": (attended(of_k=0, later=1), "k_scale belongs to the scores: multiply before the softmax"),
     "narrow": (attended(dtype=torch.bfloat16), "off by"),
-    "not lifted": (lambda q, k, v, s, ks, vs: q @ k.T, "it raised RuntimeError"),
+    "not lifted": (lambda q, k, v, s, ks, vs: q @ k.T, "lift k and v with .float() first"),
+    "values not lifted": (
+        lambda q, k, v, s, ks, vs: torch.softmax(q @ k.float().T * s * ks, -1) @ v,
+        "lift k and v with .float() first",
+    ),
+    "raises": (lambda q, *rest: q @ q[:0], "it raised RuntimeError"),
     "keys": (lambda q, k, v, s, ks, vs: k.float(), "expected shape [1, 8], got [3, 8]"),
 }
 

@@ -20,6 +20,8 @@ TERMS = (1.0, 2.0**24, 1.0, -(2.0**24))
 """What 10-1 sums."""
 LONGEST, MOST_KEYS, MOST_RANGES = 2000, 300, 8
 """The request of 10-2 at its end, and what its ranges are held to."""
+CROWD = (96, 700) * 30
+"""Neighbours on either side, among which 10-2 tries a policy of the reader's own."""
 FIRST_CUT = 64
 DOUBLING_LENS = (0, 1, 63, 64, 65, 128, 129, 300, 2048, 100_000)
 """Requests that 10-3 cuts in one batch."""
@@ -72,7 +74,20 @@ def policy_that_never_moves(answer: Any) -> str:
         before = mine
     if len(before) > MOST_RANGES:
         return f"No range moves, but {LONGEST:,} tokens have {len(before)} ranges. Longer ones are allowed."
+    if _looks_around(policy, before):
+        return (
+            "Alone no range moves, but this policy looks at the neighbours: in another batch they would. Which policy "
+            "cuts at fixed places, whoever else is there?"
+        )
     return ""
+
+
+def _looks_around(policy: SplitPolicy | HostPolicy, alone: Ranges) -> bool:
+    """Whether a policy may cut a request otherwise among others; a reader's own, which says nothing, is tried."""
+    if isinstance(policy, SplitPolicy):
+        return not policy.batch_invariant
+    found = ask("In a batch", cut, policy, [*CROWD, LONGEST, *CROWD], _context()).to_host().ranges[len(CROWD)]
+    return list(found) != list(alone)
 
 
 @exercise("10-3", SplitPolicy | HostPolicy | str, "a split policy")

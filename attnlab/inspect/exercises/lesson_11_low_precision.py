@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnlab.eager import oracle
-from attnlab.inspect.exercises.registry import ask, exercise, near, off_by, same_tensor
+from attnlab.inspect.exercises.registry import Wrong, ask, exercise, near, off_by, same_tensor
 from attnlab.memory.pool import FP8, KVView
 from attnlab.memory.rows import FP8_MAX, read_back, store_rows
 
@@ -21,6 +21,7 @@ KEYS_NEAR, VALUES_NEAR, ROWS, KV_HEADS, DIM = 800.0, 2e-4, 500, 3, 64
 MOST_OFF = 0.03
 K_SCALE, V_SCALE = 0.05, 0.2
 """Those of 11-3."""
+LIFT = "torch multiplies no matrix of fp32 by one of fp8: lift k and v with .float() first."
 
 
 @exercise("11-1", Sequence, "a list of four numbers")
@@ -96,7 +97,12 @@ def attend_fp8(answer: Any) -> str:
         v = (torch.randn(keys, v_dim, generator=generator) / V_SCALE).to(FP8)
         scale = dim**-0.5
         expected = _attention(q, k, v, scale=scale, k_scale=K_SCALE, v_scale=V_SCALE)
-        got = same_tensor(case, ask(case, answer, q, k, v, scale, K_SCALE, V_SCALE), expected)
+        try:
+            got = same_tensor(case, ask(case, answer, q, k, v, scale, K_SCALE, V_SCALE), expected)
+        except Wrong as wrong:
+            if "Float8" in str(wrong):  # what torch says of two dtypes in one product
+                raise Wrong(f"{case}: {LIFT}") from wrong
+            raise
         if not near(got, expected):
             return f"{case}: the output is off by {off_by(got, expected):.3g}. {_mistake(got, q, k, v, scale)}".rstrip()
     return ""
@@ -111,6 +117,7 @@ def _mistake(got: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> str:
         "The scales are exchanged: k_scale belongs to the scores, v_scale to the output.": (scale, V_SCALE, K_SCALE),
         "Rows were stored divided by their scale, so the way back multiplies.": (scale, 1 / K_SCALE, 1 / V_SCALE),
         "k_scale comes on top of the layer's own scale, and does not replace it.": (1.0, K_SCALE, V_SCALE),
+        "k_scale belongs to the scores: multiply before the softmax.": (scale, 1.0, V_SCALE * K_SCALE),
         "v_scale is applied twice.": (scale, K_SCALE, V_SCALE**2),
     }
     for words, (of_scores, of_k, of_v) in usual.items():
