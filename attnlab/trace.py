@@ -92,9 +92,9 @@ class CallTrace:
     Lists over requests: `ranges` are those of the keys as programs took them, of a verify the last one its drafts, of
     an extend a single one; `nominal` is how many were asked for; `start` is the position of the first key. Lists over
     rows, the queries that were looked at: `rows` are (request, number among its new tokens), `q_pos` their positions,
-    `own` which of the request's keys is theirs; `lse` is `[rows, heads]` without sinks: of a decode made of the
-    kernel's partial results, else of scores computed again. `out`, where kept, `[rows,
-    heads, v_dim]` fp32. A decode has a row for every request.
+    `own` which of the request's keys is theirs, or the last one where none is, as under `cross` (an encoder's keys).
+    `lse` is `[rows, heads]` without sinks: of a decode made of the kernel's partial results, else of scores computed
+    again; `out`, where kept, is `[rows, heads, v_dim]` fp32. A decode has a row for every request.
 
     `partial_lse[r]` is `[splits, heads]` and `partial_out[r]` `[splits, heads, v_dim]`, natural log and normalised, of
     decodes alone. `times`, where programs noted them, is `[programs, head tiles, 3]` int64: multiprocessor, start and
@@ -123,6 +123,7 @@ class CallTrace:
     q_pos: tuple[int, ...]
     own: tuple[int, ...]
     lse: Tensor
+    cross: bool = False
     out: Tensor | None = None
     partial_lse: tuple[Tensor, ...] = ()
     partial_out: tuple[Tensor, ...] = ()
@@ -179,6 +180,7 @@ class CallTrace:
         for name in ("q_pos", "own"):
             got = len(getattr(self, name))
             require(got == count, f"{name}: expected a number for each of {count} rows, got {got}")
+        lens = self.lens
         known = all(0 <= request < reqs and query >= 0 for request, query in self.rows)
         require(known, f"rows: expected requests 0 to {reqs - 1} and queries from 0 on, got {self.rows[:8]}")
         require(len(set(self.rows)) == count, f"rows: expected each query once, got {self.rows[:8]}")
@@ -186,6 +188,8 @@ class CallTrace:
         require(
             self.mode != "decode" or self.rows == every, f"rows: a decode has one a request, in order; got {self.rows}"
         )
+        for (request, _), own in zip(self.rows, self.own, strict=True):
+            require(-1 <= own < max(1, lens[request]), f"own: expected one of {lens[request]} keys, got {own}")
         tensor("lse", self.lse, shape=[count, self.heads], dtype=torch.float32)
         if self.out is not None:
             tensor("out", self.out, shape=[count, self.heads, "v_dim"], dtype=torch.float32)
@@ -352,7 +356,7 @@ class Trace:
             format = index(document["format"])
             if format == FORMAT:
                 return _trace_of(document, tensors)
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"trace: the header of {path} is damaged, or disagrees with its tensors ({error!r})"
             ) from error
@@ -375,6 +379,7 @@ _PLAIN = (
         "mod",
         "has_sinks",
         "page_size",
+        "cross",
     ),
     *("ranges", "nominal", "start", "rows", "q_pos", "own", "texts"),
 )
@@ -431,6 +436,7 @@ def _call_of(row: dict[str, Any], i: int, tensors: dict[str, Tensor]) -> CallTra
         temperature_len=None if row["temperature_len"] is None else index(row["temperature_len"]),
         mod=None if row["mod"] is None else str(row["mod"]),
         has_sinks=bool(row["has_sinks"]),
+        cross=bool(row["cross"]),
         page_size=row["page_size"],
         ranges=tuple(tuple((index(a), index(b)) for a, b in mine) for mine in row["ranges"]),
         nominal=_ints(row["nominal"]),

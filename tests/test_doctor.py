@@ -501,6 +501,7 @@ def test_calls_without_partials_empty_requests_and_odd_names(
 ) -> None:
     partial_lse = (torch.log(torch.tensor([[0.25, 0.5], [0.75, 0.5]])), torch.zeros(0, 2))
     timed = {"times": torch.zeros(1, 1, 3).long(), "segments": torch.zeros(1, 5).int()}
+    timed["program_indptr"] = torch.tensor([0, 1], dtype=torch.int32)
     calls = [_call("[red]\x1b[31mx"), _call("plain", partial_lse=partial_lse, **timed)]
     Trace(calls=calls).save(tmp_path / "t")
     assert main(["trace", str(tmp_path / "t")]) == 0

@@ -20,6 +20,8 @@ from attnlab.plots.show import show
 from attnlab.plots.style import THEMES
 from attnlab.spec import AttentionSpec, ModelSpec
 from attnlab.trace import CallTrace, ScoreTrace, Trace
+from tests.extend_cases import Case as Several
+from tests.extend_cases import Stand as SeveralStand
 from tests.test_plots import faults
 from tests.tolerances import OUTPUT
 
@@ -273,3 +275,26 @@ def test_layers_that_group_their_heads_differently_are_refused_before_anything_i
     coarse = tuple(replace(head, layer=5) for head in drawn(1, 6, 6))
     with pytest.raises(ValueError, match="heads: q3 has KV head 1 in layer 0 and 0 in layer 5; show layers that group"):
         show(Heads(heads=(*drawn(2, 6, 3), *coarse)))
+
+
+def test_rows_without_the_querys_own_key_say_nothing_of_heads() -> None:
+    """The new keys alone begin behind the first token; the cached ones alone end before the query."""
+    stand = SeveralStand(Several(id="long", why="", prefix=(60,), new=(40,)), "eager", "cpu")
+    q, k, v = stand.new()
+    for parts in ("cached", "new"):
+        with attnlab.record(stand.backend, queries=None, scores=Scores(pool="key")) as trace:
+            stand.backend.extend(1, q, k, v, stand.backend.plan(stand.batch), parts=parts)
+        with pytest.raises(ValueError, match="trace: it has no weights by key"):
+            heads(trace)
+
+
+def test_an_encoders_keys_are_nobodys_text() -> None:
+    trace = made(patterns())
+    with pytest.raises(ValueError, match="trace: it has no weights by key"):
+        heads(Trace(calls=[replace(trace.calls[0], cross=True)], tokens=trace.tokens))
+
+
+@pytest.mark.parametrize("own", [-2, 64])
+def test_a_recording_whose_query_is_none_of_its_keys_is_refused(own: int) -> None:
+    with pytest.raises(ValueError, match=f"own: expected one of 64 keys, got {own}"):
+        made(patterns(), own=own)

@@ -159,6 +159,8 @@ def test_a_part_of_the_keys_adds_up_to_its_own_log_sum_exp(engine: str, device: 
         with record(stand.backend, queries=None) as trace:
             stand.backend.extend(1, q, k, v, stand.backend.plan(stand.batch), lse=lse, parts=parts)
         torch.testing.assert_close(trace.call(1).lse, lse.cpu(), **LSE)
+        first = trace.call(1).start
+        assert first == ((0, 0, 0, 0) if parts == "cached" else TOY.prefix)
 
 
 # Which queries

@@ -122,9 +122,10 @@ def heads(trace: Trace, *, tokens: Sequence[Sequence[str]] | None = None) -> Hea
         own, position = (dict(zip(call.rows, values, strict=True)) for values in (call.own, call.q_pos))
         for score in call.scores:
             row, texts = (score.request, score.query), call.tokens if tokens is None else tokens
-            if not _says_something(call, score, own[row]):
+            # Drafts of a tree follow no text, an encoder's keys are another's, and a part may lack the query's own key.
+            if call.cross or own[row] != position[row] or not _says_something(call, score, own[row]):
                 continue
-            in_text = own[row] == position[row] and score.request < len(texts)  # drafts of a tree are in no text
+            in_text = score.request < len(texts)
             mine = sums.setdefault(call.layer, _Sums(heads=call.heads, kv_heads=call.kv_heads))
             mine.add(score.values.double(), own[row], texts[score.request] if in_text else ())
     require(

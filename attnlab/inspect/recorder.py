@@ -165,7 +165,7 @@ class Recorder:
                 **self._described(call, "verify" if isinstance(call, VerifyCall) else "extend", policy=policy),
                 ranges=ranges,
                 nominal=nominal,
-                start=tuple(call.lane.layout.start_visible.tolist()),
+                start=tuple(x.column for x in keys),
                 rows=tuple((row.request, row.query) for row in rows),
                 q_pos=tuple(call.queries.positions[[row.token for row in rows]].tolist()),
                 own=tuple(keys[row.request].own_key(row.query) for row in rows),
@@ -213,6 +213,7 @@ class Recorder:
             "temperature_len": spec.temperature_len,
             "mod": None if spec.mod is None else spec.mod.name,
             "has_sinks": spec.has_sinks,
+            "cross": spec.cross,
             "page_size": self.backend.pool.page_size,
         }
 

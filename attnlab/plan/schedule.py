@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attnlab.checks import contiguous, require, tensor
-from attnlab.plan.policy import HostPolicy, SharePolicy, SplitContext, SplitPolicy
+from attnlab.plan.policy import HostPolicy, SharePolicy, SplitContext, SplitPolicy, resolve_policy
 from attnlab.plan.splits import SplitPlan, offsets_of, owner_of, share_starts
 
 SEGMENT = ("request", "kv_head", "first", "last", "partial")
@@ -58,8 +58,9 @@ class Schedule:
         return int((self.program_indptr.diff() > 0).sum())
 
     @classmethod
-    def of(cls, policy: SplitPolicy | HostPolicy, splits: SplitPlan, ctx: SplitContext) -> Schedule:
+    def of(cls, policy: str | SplitPolicy | HostPolicy, splits: SplitPlan, ctx: SplitContext) -> Schedule:
         """Return the dealing that goes with a policy's cuts."""
+        policy = resolve_policy(policy)
         if isinstance(policy, SharePolicy):
             return cls.even_shares(splits, kv_heads=ctx.kv_heads, shares=policy.shares(ctx), tile=policy.tile)
         return cls.one_range_a_program(splits, kv_heads=ctx.kv_heads)

@@ -173,7 +173,10 @@ def _why(x: Latent, got: Tensor) -> str:
     if near(got, x.expanded(scale=x.scale, late=-1)):
         return "A query sees its own key as well."
     if near(got, x.expanded(scale=x.scale, late=x.q_nope.shape[0] - x.rows.shape[0])):
-        return "The queries are those of the last tokens: query i of n stands at keys - n + i, and sees keys up to that one."
+        return (
+            "The queries are those of the last tokens: query i of n stands at keys - n + i, and sees keys up to that "
+            "one."
+        )
     if near(got, x.expanded(scale=x.rows.shape[1] ** -0.5)):
         return "That is the scale of rows. Use the one that is given."
     if near(got, x.expanded(scale=1.0)):
