@@ -146,6 +146,18 @@ def test_functions_that_the_text_names_exist(path: Path) -> None:
         assert set(name.split(".")) <= defined, f"{file} has no {name}"
 
 
+def test_the_map_lists_every_lesson_with_its_question_and_what_to_read_before() -> None:
+    rows = re.findall(r"^\| \[(\w+)\]\(\1\.ipynb\) \| (.+?) \| (.+?) \| .+ \|$", text_of(LESSONS[0]), re.MULTILINE)
+    wanted = []
+    for path in LESSONS:
+        first = read(path).cells[0].source
+        before = re.search(r"\*Read before:\*(.+?)\*Run time:\*", first, re.DOTALL)
+        assert before is not None
+        numbers = ", ".join(re.findall(r"(\d\d)_\w+", before[1])) or "nothing"
+        wanted.append((path.stem, first.splitlines()[0].removeprefix("# "), numbers))
+    assert rows == wanted
+
+
 def test_times_that_a_lesson_quotes_stand_in_the_log() -> None:
     text, log = text_of(FOLDER / "14_graphs_and_timing.ipynb"), (ROOT / "data/h200/LOG.md").read_text(encoding="utf-8")
     times = re.search(r"times = (\{.+\})", text)
