@@ -367,20 +367,8 @@ class Trace:
 
 
 _PLAIN = (
-    *(
-        "layer",
-        "mode",
-        "policy",
-        "heads",
-        "kv_heads",
-        "scale",
-        "softcap",
-        "temperature_len",
-        "mod",
-        "has_sinks",
-        "page_size",
-        "cross",
-    ),
+    *("layer", "mode", "policy", "heads", "kv_heads", "page_size", "cross"),
+    *("scale", "softcap", "temperature_len", "mod", "has_sinks"),
     *("ranges", "nominal", "start", "rows", "q_pos", "own", "texts"),
 )
 _SCORE_PLAIN = ("request", "query", "stage", "reduce", "heads")

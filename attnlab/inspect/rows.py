@@ -23,7 +23,7 @@ from attnlab.trace import Stage, finite_or_zero
 Call = DecodeCall | ExtendCall | VerifyCall
 
 SLICE_BYTES = 64 << 20
-"""Scores that are on the device at once; those of a long request are made some rows at a time."""
+"""Scores of one stage that are on the device at once; those of a long request are made some rows at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,9 @@ class DecodeCall:
 
     `q` is `[reqs, heads, qk_dim]`, `out` `[reqs, heads, v_dim]`, both fp32, fp16 or bf16; `lse` `[reqs, heads]` fp32 or
     None; `sinks` `[heads]` exactly where the layer has them; `aux` `[reqs, heads, width]` exactly where its modifier
-    reads one. `partials` is the scratch, `[partials, group, ...]`, packed. `times` `[segments, head tiles, 3]` int64,
-    where given, is filled with multiprocessor, start and end (ns) of every program.
+    reads one. `partials` is the scratch, `[partials, group, ...]`, packed. `times` `[programs, head tiles, 3]` int64,
+    where given, is filled with multiprocessor, start and end (ns) of every program that is launched: one a segment,
+    unless the schedule is persistent.
     """
 
     layer: int

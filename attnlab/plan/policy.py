@@ -144,7 +144,10 @@ class SharePolicy(SplitPolicy):
         """Return how many shares every KV head's keys are dealt in."""
 
     def bounds(self, *, bound_max: int, ctx: SplitContext) -> SplitBounds:
-        """Return what cuts at the borders of shares and of requests come to: one a request, and one a share."""
+        """Return what cuts at the borders of shares and of requests come to: one a request, and one a share.
+
+        A request falls into at most all shares; the one more is that of a draft, whose lists grow behind the cuts.
+        """
         shares = self.shares(ctx)
         most = max(1, min(shares + 1, -(-bound_max // self.tile)))
         return SplitBounds(max_ranges=most, min_size=1, in_all=shares)
