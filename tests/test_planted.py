@@ -20,8 +20,8 @@ ROOT = Path(__file__).parent.parent
 PATCHES = sorted((ROOT / "tests/planted").glob("*.patch"))
 SECONDS = 120
 """Until a fault counts as one that hangs; machines that run tests are busy."""
-FOUND = {pytest.ExitCode.TESTS_FAILED, -signal.SIGSEGV}
-"""A fault in a kernel's addresses may also end its process."""
+FOUND = {pytest.ExitCode.TESTS_FAILED, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
+"""A fault in a kernel's addresses may also end its process: at once, or when the allocator sees what was overwritten."""
 NOT_RUN = {
     pytest.ExitCode.INTERRUPTED: "was interrupted",
     pytest.ExitCode.INTERNAL_ERROR: "broke pytest",
