@@ -19,7 +19,7 @@ from attnlab.eager import scores as eager_scores
 from attnlab.eager import verify as eager_verify
 from attnlab.eager.index import EagerPlanOps
 from attnlab.kernels import decode as triton_decode
-from attnlab.kernels import decode_shares
+from attnlab.kernels import decode_shares, extend_hopper
 from attnlab.kernels import extend as triton_extend
 from attnlab.kernels import scores as triton_scores
 from attnlab.kernels import verify as triton_verify
@@ -168,9 +168,12 @@ class TritonEngine:
             triton_decode.decode_merge(call, target=self.target)
 
     def extend(self, call: ExtendCall) -> None:
-        """Launch the extend kernel."""
+        """Launch an extend kernel."""
         with launching_on(self.device):
-            triton_extend.extend(call, target=self.target)
+            if extend_hopper.serves(call, self.target):
+                extend_hopper.extend_hopper(call, target=self.target)
+            else:
+                triton_extend.extend(call, target=self.target)
 
     def verify(self, call: VerifyCall) -> None:
         """Launch the split kernel, then the merge kernel."""

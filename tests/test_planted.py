@@ -21,7 +21,7 @@ PATCHES = sorted((ROOT / "tests/planted").glob("*.patch"))
 SECONDS = 120
 """Until a fault counts as one that hangs; machines that run tests are busy."""
 FOUND = {pytest.ExitCode.TESTS_FAILED, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
-"""A fault in a kernel's addresses may also end its process: at once, or when the allocator sees what was overwritten."""
+"""A fault in a kernel's addresses may also end its process: at once, or when the allocator sees what it wrote."""
 NOT_RUN = {
     pytest.ExitCode.INTERRUPTED: "was interrupted",
     pytest.ExitCode.INTERNAL_ERROR: "broke pytest",

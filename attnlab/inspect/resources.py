@@ -23,7 +23,7 @@ from attnlab import _triton
 from attnlab._boot import INTERPRETED
 from attnlab.assets import data_path
 from attnlab.checks import require
-from attnlab.kernels import decode, decode_shares, extend, index, scores, verify
+from attnlab.kernels import decode, decode_shares, extend, extend_hopper, index, scores, verify
 from attnlab.kernels.launch import merge_options
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView
@@ -59,7 +59,7 @@ class Variant:
     kernel: Any
     pointers: dict[str, torch.dtype]
     constants: dict[str, Any]
-    options: dict[str, int]
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +165,8 @@ SHAPES = [
 ]
 NEW_ALONE = " of new keys alone"
 """Added to the names of variants whose mask leaves cached keys alone."""
+FOR_HOPPER = " for Hopper: "
+"""Between kind and shape of variants that are chosen, and compiled, for compute capability 9.0 alone."""
 SHARED = (
     *("gqa 4 x 128, fp8", "gqa 4 x 128, fp32", "gqa 8 x 128, every feature", "mha 80 (StableLM)", MHA.name),
     GQA.name,
@@ -192,6 +194,11 @@ def variants(target: Target) -> Iterator[Variant]:
             yield _verify_variant(shape, target)
     for shape in (GQA, MLA):
         yield _extend_variant(shape, target, one_pass=True)
+    if target.is_hopper:
+        for shape in SHAPES:
+            if not shape.masked and extend_hopper.has_tiles(shape.spec(), shape.view(), shape.dtype):
+                yield _extend_hopper_variant(shape, target)
+        yield _extend_hopper_variant(GQA, target, one_pass=True)
     for most in (16, 64):
         yield _extend_variant(GQA, target, most=most)
     for rows in (16, 32):
@@ -297,6 +304,27 @@ def _extend_variant(
     )
 
 
+def _extend_hopper_variant(shape: Shape, target: Target, *, one_pass: bool = False) -> Variant:
+    constants, options = extend_hopper.hopper_constants(
+        spec=shape.spec(),
+        view=shape.view(),
+        target=target,
+        q_dtype=shape.dtype,
+        one_pass=one_pass,
+        parts="all",
+        has_sinks=shape.sinks,
+        has_lse=shape.sinks,
+        all_narrow=True,
+    )
+    return Variant(
+        name=f"extend{' in one pass' * one_pass}{FOR_HOPPER}{shape.name}",
+        kernel=extend_hopper._extend_hopper_kernel,
+        pointers=_several(shape),
+        constants=constants,
+        options=options,
+    )
+
+
 def _verify_variant(shape: Shape, target: Target, *, rows: int | None = None, cached_visible: bool = False) -> Variant:
     constants, options = verify.verify_constants(
         spec=shape.spec(),
@@ -375,6 +403,17 @@ def ptx(variant: Variant, kernel: Any = None) -> str:
     return str(binary.asm["ptx"])
 
 
+def serialized(variant: Variant) -> bool:
+    """Whether ptxas, for sm_90, makes each tensor core instruction wait for the one before: it says so in passing."""
+    tool = Path(_triton.triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx(variant), encoding="utf-8")
+        command = [str(tool), "-v", "--gpu-name=sm_90a", str(source), "-o", f"{folder}/kernel.cubin"]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    return "serialized" in said
+
+
 def _source(variant: Variant) -> Any:
     """Return the source with the argument types that a launch would give it; a JIT launch marks divisibility itself."""
     names = variant.kernel.arg_names
@@ -424,7 +463,7 @@ def table(rows: list[Resources]) -> str:
         "# What the kernels take",
         "",
         "Registers per thread / spilled bytes per thread / shared memory per block (KB), compiled by Triton "
-        f"{_triton.triton.__version__}. A dash: the target cannot read fp8-e4m3.",
+        f"{_triton.triton.__version__}. A dash: the target cannot read fp8-e4m3, or the variant is another's.",
         "Made by `ATTNLAB_INTERPRET=0 python -m attnlab.inspect.resources --write`.",
         "",
         f"| kernel | {' | '.join(TARGETS)} |",

@@ -11,19 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attnlab._triton import device_clock, jit, multiprocessor, release_dependents, tl
 from attnlab.kernels.core import attend_tile, join_sink, load_queries, slot_offsets, store_states, write_rows
-from attnlab.kernels.launch import lifted, slot_stride, tile_constants, written
+from attnlab.kernels.launch import lifted, narrow, slot_stride, tile_constants, written
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import FP8, KVView, compute_dtype
 from attnlab.plan.call import DecodeCall
 from attnlab.plan.tiles import HEAD_TILE, NARROW_DIM, head_tiles
 from attnlab.spec import AttentionSpec
-
-NARROW_BELOW = 2**31
-"""Elements of a storage whose offsets fit 32 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,16 +127,11 @@ def shares_constants(
         **tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n),
         "HAS_SINKS": spec.has_sinks,
         "HAS_LSE": has_lse,
-        "NARROW": max(_extent(view.k), _extent(view.v)) < NARROW_BELOW,
+        "NARROW": narrow(view.k, view.v),
         "STAGES": config.num_stages,
         "PDL": target.has_pdl,
     }
     return constants, {"num_warps": config.num_warps}
-
-
-def _extent(x: Tensor) -> int:
-    """Return how many elements lie between the first of a view and the end of its last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 @jit

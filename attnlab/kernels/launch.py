@@ -67,6 +67,11 @@ def slot_stride(view: KVView, x: Tensor) -> int:
     return x.stride(0) if view.page_size == 1 else x.stride(-3)
 
 
+def narrow(*tensors: Tensor) -> bool:
+    """Whether offsets into all of these fit 32 bits, which leaves kernels more registers than 64 do."""
+    return all(1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) < 2**31 for x in tensors)
+
+
 def lifted(x: Tensor, target: Target) -> Tensor:
     """Return a tensor as kernels may read it: the interpreter computes in fp32 alone."""
     return x.float() if target.kind == "interpreter" else x

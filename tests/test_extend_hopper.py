@@ -1,0 +1,121 @@
+"""The extend kernel for Hopper, interpreted: the cases of extend that it can serve, and properties of drawn ones.
+
+Compiled it runs wherever `test_several_gpu.py` extends, as the engine chooses it there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from attnlab._boot import INTERPRETED
+from attnlab.inspect import resources
+from attnlab.kernels import extend_hopper
+from attnlab.kernels.extend_hopper import HopperConfig, can_serve, has_tiles
+from attnlab.kernels.target import Target
+from attnlab.memory.pool import KVView
+from attnlab.plan.extend_call import ExtendCall
+from tests.extend_cases import CASES, Case, Stand
+from tests.strategies import extend_cases
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compiled kernels are chosen for what they were built for")
+
+MORE = [
+    Case(id="whole", why="tiles that every query sees whole, cached and new", prefix=(70, 64, 0), new=(66, 96, 97)),
+    Case(id="one-pass", why="tiles seen whole in a list of both", prefix=(70, 64, 0), new=(66, 96, 97), one_pass=True),
+    Case(id="window-whole", why="whole tiles between two edges", window=100, prefix=(300, 5), new=(70, 130)),
+    Case(id="window-narrow", why="no tile is seen whole", window=20, prefix=(300, 5), new=(70, 130)),
+    Case(id="window-one-pass", why="a list that begins behind hidden keys", window=100, prefix=(300, 5), new=(70, 130)),
+    Case(id="chunks", why="a tile of queries in two chunks", chunk=50, prefix=(120, 5), new=(70, 130)),
+    Case(id="dim-80-whole", why="columns of the rest in whole tiles", qk_dim=80, v_dim=80, prefix=(70,), new=(66,)),
+    Case(id="pages-whole", why="whole tiles of pages", page_size=4, pool="unified", prefix=(70,), new=(66,)),
+    Case(id="cap-whole", why="caps without a mask", softcap=5.0, temperature_len=32, prefix=(70,), new=(66,)),
+    Case(id="sinks-whole", why="sinks of natural base", sinks=True, prefix=(70,), new=(66,)),
+    Case(id="both-ways", why="new tokens see all new ones", causal=False, prefix=(70,), new=(66,)),
+]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[ExtendCall]:
+    """Make the engine choose the kernel wherever it can serve; return the calls that it served."""
+    served: list[ExtendCall] = []
+    launch = extend_hopper.extend_hopper
+
+    def noted(call: ExtendCall, *, target: Target) -> None:
+        served.append(call)
+        launch(call, target=target)
+
+    monkeypatch.setattr(extend_hopper, "serves", lambda call, target: can_serve(call))
+    monkeypatch.setattr(extend_hopper, "extend_hopper", noted)
+    return served
+
+
+def served_cases() -> list[Case]:
+    both_ways = [case.id for case in CASES if not case.causal and (case.window or case.chunk)]
+    return [case for case in CASES if not case.mask and not case.mod and not case.mla and case.id not in both_ways]
+
+
+@pytest.mark.parametrize("case", [*served_cases(), *MORE], ids=lambda case: case.id)
+def test_what_it_serves_agrees_with_the_oracle(case: Case, launches: list[ExtendCall]) -> None:
+    if case.id in ("one-pass", "window-one-pass"):
+        case = case.but(one_pass=True, policy="tile")
+    Stand(case, "triton", "cpu").check()
+    assert launches
+
+
+@pytest.mark.parametrize("change", [{"mask": "random"}, {"mod": "alibi"}, {"window": 20, "causal": False}], ids=str)
+def test_what_it_cannot_serve_is_left_to_the_other(change: dict[str, Any], launches: list[ExtendCall]) -> None:
+    Stand(CASES[0].but(**change), "triton", "cpu").check()
+    assert not launches
+
+
+def test_a_scale_that_turns_scores_around_is_left_to_the_other(launches: list[ExtendCall]) -> None:
+    Stand(CASES[0], "triton", "cpu").run()
+    (call,) = launches
+    for scale in (0.0, -0.5):
+        spec = replace(call.spec, scale=scale)
+        assert not can_serve(replace(call, spec=spec))
+
+
+@settings(max_examples=max(1, settings().max_examples // 8))
+@given(case=extend_cases(small=True))
+def test_what_is_drawn_agrees_with_the_oracle(case: Case) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extend_hopper, "serves", lambda call, target: can_serve(call))
+        Stand(case, "triton", "cpu").check()
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_one_pass_gives_the_same_bits_however_a_prompt_is_cut(window: int | None, launches: list[ExtendCall]) -> None:
+    """B40: a tile that one query sees in part is masked for its neighbours too, which must not change their bits."""
+    case = Case(id="cut", why="", prefix=(0,), new=(200,), window=window, one_pass=True, sinks=True)
+    whole = Stand(case, "triton", "cpu")
+    want, want_lse = whole.run()
+    for first, last in ((0, 70), (70, 133), (133, 200)):
+        part = Stand(case.but(prefix=(first,), new=(last - first,)), "triton", "cpu")
+        mine, uncut = part.inputs, whole.inputs
+        mine.k[0], mine.v[0], mine.q[0] = uncut.k[0][:last], uncut.v[0][:last], uncut.q[0][first:last]
+        part.inputs = replace(mine, sinks=uncut.sinks)
+        part.cache(0, first)
+        out, lse = part.run()
+        assert torch.equal(out, want[first:last]) and torch.equal(lse, want_lse[first:last])
+
+
+def test_tiles_are_those_that_tensor_cores_take() -> None:
+    hopper = resources.TARGETS["sm_90"]
+    for shape in resources.SHAPES:
+        if has_tiles(shape.spec(), shape.view(), shape.dtype):
+            config = HopperConfig.choose(shape.spec(), hopper)
+            assert config.block_n <= shape.v_dim and config.block_m % 64 == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_other_storage_is_left_to_the_other(dtype: torch.dtype) -> None:
+    spec = resources.GQA.spec()
+    x = torch.empty(2, 8, 128, dtype=dtype)
+    assert not has_tiles(spec, KVView(k=x, v=x.clone()), torch.bfloat16)
+    assert not has_tiles(spec, resources.GQA.view(), torch.float32)
