@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from attnlab.batch import ExtendBatch as ExtendBatch
     from attnlab.batch import HostLens as HostLens
     from attnlab.batch import VerifyBatch as VerifyBatch
+    from attnlab.choice import backend_for as backend_for
     from attnlab.explore.merge import explore_merge as explore_merge
     from attnlab.explore.splits import explore_splits as explore_splits
     from attnlab.inspect.compare import compare as compare
@@ -99,6 +100,7 @@ _HOME = {
     "VerifyPlan": "plan.plans",
     "DraftPlan": "plan.draft",
     "AttentionBackend": "backend",
+    "backend_for": "choice",
 }
 
 _PACKAGES = ("graphs",)

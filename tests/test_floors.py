@@ -31,6 +31,7 @@ FLOORS = {
     "eager": 3,
     "engines": 4,
     "backend": 5,
+    "choice": 5,
     "inspect": 6,
     "graphs": 6,
     "distributed": 6,

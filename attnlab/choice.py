@@ -1,0 +1,123 @@
+"""A backend from a model and a device: engine and policy as they were measured, said in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnlab import _triton
+from attnlab._boot import INTERPRETED
+from attnlab.assets import load_json
+from attnlab.backend import AttentionBackend
+from attnlab.kernels.target import Target
+from attnlab.memory.pools.mha import MHAPool
+from attnlab.memory.pools.mla import MLAPool
+from attnlab.memory.requests import RequestTable
+from attnlab.plan.policy import HostPolicy, SplitPolicy
+from attnlab.spec import ModelSpec
+
+PUBLISHED = "seed"
+"""The rule of the server that attnlab contains: what is taken where nobody has measured another."""
+INVARIANT = "tile"
+"""What a deterministic backend takes: it looks at each request alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """An engine and a split policy, and why these."""
+
+    engine: str
+    policy: str | SplitPolicy | HostPolicy
+    why: str
+
+
+def backend_for(
+    model: ModelSpec,
+    device: torch.device | str,
+    *,
+    num_slots: int,
+    max_requests: int,
+    max_context: int | None = None,
+    max_drafts: int = 1,
+    engine: str | None = None,
+    policy: str | SplitPolicy | HostPolicy | None = None,
+    deterministic: bool = False,
+    say: Callable[[str], object] = print,
+) -> AttentionBackend:
+    """Return a backend over an empty pool of `num_slots` slots; engine and policy are chosen unless they are given.
+
+    What is chosen, and the measurement behind it, is said in one line. `max_context` is the model's unless it is given.
+    Pool and table are the backend's `pool` and `table`.
+
+    >>> from attnlab import ModelSpec, backend_for
+    >>> model = ModelSpec.load("SmolLM2-135M").only((0,))
+    >>> backend = backend_for(model, "cpu", num_slots=64, max_requests=2)
+    engine eager: there is no GPU here. policy seed: no other was measured on a CPU
+    >>> backend_for(model, "cpu", num_slots=64, max_requests=2, policy="balanced").policy.name
+    engine eager: there is no GPU here. policy balanced: given
+    'balanced'
+    """
+    device = torch.device(device)
+    choice = choose(device, engine=engine, policy=policy, deterministic=deterministic)
+    pool = (MLAPool if model.mla else MHAPool)(model, num_slots=num_slots, device=device)
+    table = RequestTable(
+        max_requests=max_requests,
+        max_context=model.context_len if max_context is None else max_context,
+        num_slots=num_slots,
+        device=device,
+    )
+    on_gpu = device.type == "cuda"
+    backend = AttentionBackend(
+        model=model,
+        pool=pool,
+        table=table,
+        engine=choice.engine,
+        policy=choice.policy,
+        max_requests=max_requests,
+        max_drafts=max_drafts,
+        multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else None,
+        deterministic=deterministic,
+    )
+    say(choice.why)
+    return backend
+
+
+def choose(
+    device: torch.device,
+    *,
+    engine: str | None,
+    policy: str | SplitPolicy | HostPolicy | None,
+    deterministic: bool,
+) -> Choice:
+    """Return engine and policy for a device: what is given, or else what was measured."""
+    target = Target.of(device) if device.type == "cuda" else None
+    if engine is not None:
+        runs_on, because = engine, "given"
+    elif target is None or _triton.PROBLEM is not None or INTERPRETED:
+        runs_on, because = "eager", "there is no GPU here" if target is None else "no kernel is compiled here"
+    else:
+        runs_on, because = "triton", "compiled"
+    if policy is not None:
+        cut, measured = policy, "given"
+    elif deterministic:
+        cut, measured = INVARIANT, "it looks at each request alone"
+    else:
+        cut, measured = measured_policy(target if runs_on == "triton" else None)
+    name = cut if isinstance(cut, str) else cut.name
+    return Choice(engine=runs_on, policy=cut, why=f"engine {runs_on}: {because}. policy {name}: {measured}")
+
+
+def measured_policy(target: Target | None) -> tuple[str, str]:
+    """Return the policy that was measured to be the fastest on a target (None: no compiled kernels), and the words."""
+    rows: list[dict[str, Any]] = load_json("measured_policies.json", "rows")
+    for row in rows:
+        if target is not None and (target.kind, target.arch) == (row["kind"], row["arch"]):
+            times = [
+                f"{each['took'] / each['against_took']:.2f} of its time for {each['name']}" for each in row["shapes"]
+            ]
+            return row["policy"], f"faster than {row['against']} on {row['measured_on']} ({'; '.join(times)})"
+    where = "a CPU" if target is None else f"{target.kind} {target.arch or ''}".strip()
+    return PUBLISHED, f"no other was measured on {where}"

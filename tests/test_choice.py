@@ -1,0 +1,71 @@
+"""What `backend_for` chooses, and that it says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attnlab
+from attnlab.assets import load_json
+from attnlab.choice import PUBLISHED, measured_policy
+from attnlab.kernels.target import Target
+from attnlab.plan.policy import split_policies
+from attnlab.spec import ModelSpec
+
+MODEL = ModelSpec.load("SmolLM2-135M").only((0,))
+ROOM = {"num_slots": 64, "max_requests": 2, "max_context": 32}
+
+
+def chosen(**given: object) -> tuple[attnlab.AttentionBackend, str]:
+    said: list[str] = []
+    backend = attnlab.backend_for(MODEL, "cpu", **ROOM, **given, say=said.append)  # type: ignore[arg-type]
+    (line,) = said
+    return backend, line
+
+
+def test_where_nothing_was_measured_the_published_rule_is_taken_and_said() -> None:
+    backend, line = chosen()
+    assert (backend.engine.name, backend.policy.name) == ("eager", PUBLISHED)
+    assert line == "engine eager: there is no GPU here. policy seed: no other was measured on a CPU"
+
+
+def test_what_is_given_is_taken() -> None:
+    backend, line = chosen(policy="balanced", engine="eager")
+    assert backend.policy.name == "balanced" and line == "engine eager: given. policy balanced: given"
+
+
+def test_a_deterministic_backend_gets_a_policy_that_it_takes() -> None:
+    backend, line = chosen(deterministic=True)
+    assert backend.policy.batch_invariant and "looks at each request alone" in line
+
+
+def test_on_hopper_the_measured_policy_is_taken_with_its_figures() -> None:
+    name, words = measured_policy(Target(kind="cuda", arch=90))
+    assert name == "balanced" and "0.95 of its time for 64 x 4,096" in words and "H200" in words
+
+
+@pytest.mark.parametrize("target", [Target(kind="cuda", arch=80), Target(kind="hip"), None], ids=str)
+def test_elsewhere_nothing_is_claimed(target: Target | None) -> None:
+    name, words = measured_policy(target)
+    assert name == PUBLISHED and "no other was measured" in words
+
+
+def test_every_row_names_policies_that_exist_and_is_faster() -> None:
+    for row in load_json("measured_policies.json", "rows"):
+        assert {row["policy"], row["against"]} <= set(split_policies.names())
+        assert row["shapes"] and all(each["took"] < each["against_took"] for each in row["shapes"])
+
+
+def test_the_backend_serves_a_step() -> None:
+    backend, _ = chosen()
+    row = backend.table.admit()
+    slots = backend.pool.allocator.allocate(row, 4)
+    backend.table.append(row, slots)
+    plan = backend.plan(attnlab.ExtendBatch.of(rows=[row], prefix=[0], new=[4], device="cpu"))
+    q, k, v = (torch.randn(4, heads, 64).half() for heads in (9, 3, 3))
+    assert backend.extend(0, q, k, v, plan).isfinite().all()
+
+
+def test_an_unknown_engine_is_named() -> None:
+    with pytest.raises(ValueError, match="engine"):
+        chosen(engine="eagre")
