@@ -60,7 +60,6 @@ def backend_for(
     engine eager: there is no GPU here. policy balanced: given
     'balanced'
     """
-    device = torch.device(device)
     choice = choose(device, engine=engine, policy=policy, deterministic=deterministic)
     pool = (MLAPool if model.mla else MHAPool)(model, num_slots=num_slots, device=device)
     table = RequestTable(
@@ -69,7 +68,7 @@ def backend_for(
         num_slots=num_slots,
         device=device,
     )
-    on_gpu = device.type == "cuda"
+    on_gpu = pool.device.type == "cuda"
     backend = AttentionBackend(
         model=model,
         pool=pool,
@@ -78,7 +77,7 @@ def backend_for(
         policy=choice.policy,
         max_requests=max_requests,
         max_drafts=max_drafts,
-        multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else None,
+        multiprocessors=torch.cuda.get_device_properties(pool.device).multi_processor_count if on_gpu else None,
         deterministic=deterministic,
     )
     say(choice.why)
@@ -86,13 +85,14 @@ def backend_for(
 
 
 def choose(
-    device: torch.device,
+    device: torch.device | str,
     *,
     engine: str | None,
     policy: str | SplitPolicy | HostPolicy | None,
     deterministic: bool,
 ) -> Choice:
     """Return engine and policy for a device: what is given, or else what was measured."""
+    device = torch.device(device)
     target = Target.of(device) if device.type == "cuda" else None
     if engine is not None:
         runs_on, because = engine, "given"

@@ -221,6 +221,14 @@ def _triton_decode() -> Iterator[Finding]:
         yield _decode("triton", "cpu" if INTERPRETED else "cuda")
 
 
+def _choice() -> Iterator[Finding]:
+    """Say what a backend would run on here, and why, unless something above is broken."""
+    if import_module("attnlab._triton").PROBLEM is None:
+        device = "cuda" if has_gpu() else "cpu"
+        choice = import_module("attnlab.choice").choose(device, engine=None, policy=None, deterministic=False)
+        yield Finding(name="backend_for", state="ok", found=choice.why)
+
+
 def _decode(engine: str, device: str) -> Finding:
     started = time.perf_counter()
     error = _probes().decode_error(engine, device)
@@ -284,6 +292,7 @@ CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
     "engines": _engines,
     "decode, eager": _eager_decode,
     "decode, triton": _triton_decode,
+    "backend_for": _choice,
     "data": _data,
     "notebooks": _notebooks,
     "fonts": _fonts,
