@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 import attnlab
 from attnlab.eager import oracle
 from attnlab.inspect.record import record
+from attnlab.inspect.resources import GQA, MLA
 from attnlab.kernels import decode_shares
+from attnlab.kernels.decode import merge_constants
+from attnlab.kernels.target import Target
 from attnlab.plan.draft import draft_room
 from attnlab.plan.policies.balanced import Balanced
 from attnlab.plan.policy import SharePolicy, SplitBounds, SplitContext, SplitSizes
@@ -153,6 +156,24 @@ def test_scratch_that_nobody_owns_never_reaches_an_output(engine: str, device: s
     stand.backend.workspace.fill(0.0)
     for a, b in zip(poisoned, stand.run(), strict=True):
         assert torch.equal(a, b)
+
+
+@engines
+def test_many_ranges_of_wide_values_are_merged_a_few_columns_at_a_time(engine: str, device: str) -> None:
+    latent = {"heads": 16, "kv_heads": 1, "qk_dim": 576, "v_dim": 512, "mla": True}
+    stand = Stand(TOY.but(lens=(400,), sinks=True, policy=Few(tile=16, count=20), **latent), engine, device)
+    stand.check()
+    assert stand.plan().lanes[0].schedule.partials == 21
+
+
+def test_tiles_of_the_merge_follow_the_number_of_ranges() -> None:
+    wide, target = MLA.spec(), Target(kind="cuda", arch=90)
+    for ranges, tiles in {1: (8, 512, 1), 8: (8, 512, 1), 21: (32, 128, 4), 66: (64, 64, 8)}.items():
+        made = merge_constants(spec=wide, target=target, has_lse=False, persistent=True, ranges=ranges)
+        assert (made["BLOCK_S"], made["BLOCK_V"], made["DIM_TILES"]) == tiles
+    for spec, persistent in ((wide, False), (GQA.spec(), True)):
+        made = merge_constants(spec=spec, target=target, has_lse=False, persistent=persistent, ranges=66)
+        assert made["DIM_TILES"] == 1
 
 
 def test_wide_offsets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,6 +186,8 @@ def variants(target: Target) -> Iterator[Variant]:
     for shape in SHAPES:
         if (target.has_fp8 or shape.kv_dtype != FP8) and shape.name in SHARED:
             yield _shares_variant(shape, target)
+    for ranges in (1, 66):
+        yield _merge_variant(MLA, target, shared_ranges=ranges)
     for shape in (GQA, MHA, MLA):
         yield _scores_variant(shape, target)
     for shape in SHAPES:
@@ -373,13 +375,16 @@ def _several(shape: Shape) -> dict[str, torch.dtype]:
     return {**stored, **given, **dict.fromkeys(names, torch.float32), **lists}
 
 
-def _merge_variant(shape: Shape, target: Target) -> Variant:
+def _merge_variant(shape: Shape, target: Target, *, shared_ranges: int | None = None) -> Variant:
+    shared = shared_ranges is not None
     names = ("acc_ptr", "max_ptr", "sum_ptr", "sinks_ptr", "lse_ptr")
     return Variant(
-        name=f"merge: {shape.name}",
+        name=f"merge{f' of shares, {shared_ranges} a request' * shared}: {shape.name}",
         kernel=decode._decode_merge_kernel,
         pointers={**dict.fromkeys(names, torch.float32), "out_ptr": shape.dtype},
-        constants=decode.merge_constants(spec=shape.spec(), target=target, has_lse=True, persistent=False),
+        constants=decode.merge_constants(
+            spec=shape.spec(), target=target, has_lse=True, persistent=shared, ranges=shared_ranges or 1
+        ),
         options=merge_options(target, num_warps=4),
     )
 

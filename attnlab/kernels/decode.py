@@ -22,6 +22,9 @@ from attnlab.plan.call import DecodeCall
 from attnlab.plan.tiles import HEAD_TILE, head_tiles
 from attnlab.spec import AttentionSpec
 
+LATENT_ABOVE = 256
+"""Values wider than that are latent rows: their partials are merged by tiles that follow the number of ranges."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitConfig:
@@ -117,7 +120,7 @@ def decode_merge(call: DecodeCall, *, target: Target) -> None:
     Computes: with M = max of the partials' maxima and of the sink, out = v_scale * sum exp(max - M) acc / Z and
     lse = M + ln Z, where Z = sum exp(max - M) sum + exp(sink - M). Nothing seen: out 0, lse -inf (the sink, if any).
     Shapes: as `DecodeCall` has them.
-    Grid: (requests, query heads): a program owns one row of the output.
+    Grid: (requests, query heads, dim tiles): a program owns one row of the output, or some of its columns.
     Reads/writes: partials that segments own, through `merge_indptr`; never a row that nobody wrote.
     """
     out, partials = call.out, call.partials
@@ -125,7 +128,14 @@ def decode_merge(call: DecodeCall, *, target: Target) -> None:
         return
     rows = written(out, target)
     lse = partials.max if call.lse is None else call.lse
-    _decode_merge_kernel[(out.shape[0], call.spec.heads)](
+    constants = merge_constants(
+        spec=call.spec,
+        target=target,
+        has_lse=call.lse is not None,
+        persistent=call.lane.schedule.persistent,
+        ranges=-(-call.lane.schedule.partials // (out.shape[0] * call.spec.kv_heads)),
+    )
+    _decode_merge_kernel[(out.shape[0], call.spec.heads, constants["DIM_TILES"])](
         partials.acc,
         partials.max,
         partials.sum,
@@ -138,27 +148,34 @@ def decode_merge(call: DecodeCall, *, target: Target) -> None:
         rows.stride(1),
         lse.stride(0),
         lse.stride(1),
-        **merge_constants(
-            spec=call.spec,
-            target=target,
-            has_lse=call.lse is not None,
-            persistent=call.lane.schedule.persistent,
-        ),
+        **constants,
         **merge_options(target, num_warps=4),
     )
     if rows is not out:
         out.copy_(rows)
 
 
-def merge_constants(*, spec: AttentionSpec, target: Target, has_lse: bool, persistent: bool) -> dict[str, Any]:
-    """Return the merge kernel's compile-time arguments; under a `persistent` schedule lone partials are answers."""
+def merge_constants(
+    *, spec: AttentionSpec, target: Target, has_lse: bool, persistent: bool, ranges: int
+) -> dict[str, Any]:
+    """Return the merge kernel's compile-time arguments; under a `persistent` schedule lone partials are answers.
+
+    `ranges`: of how many a request has partials, in the mean of what the schedule has room for.
+    """
     block_v = padded(spec.v_dim)
+    block_s = max(4, 2048 // block_v)
+    if persistent and spec.v_dim > LATENT_ABOVE:
+        # Even shares cut a lone request in as many ranges as there are programs, and of many requests each in few. Of
+        # many partials few columns at a time, so that programs are many and need not walk far.
+        block_s = min(64, padded(ranges)) if ranges > 8 else 8
+        block_v = min(block_v, 4096 // block_s)
     return {
         "KV_HEADS": spec.kv_heads,
         "GROUP": spec.group,
         "V_DIM": spec.v_dim,
         "BLOCK_V": block_v,
-        "BLOCK_S": max(4, 2048 // block_v),
+        "BLOCK_S": block_s,
+        "DIM_TILES": padded(spec.v_dim) // block_v,
         "HAS_SINKS": spec.has_sinks,
         "HAS_LSE": has_lse,
         "PDL": target.has_pdl,
@@ -310,6 +327,7 @@ def _decode_merge_kernel(
     V_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    DIM_TILES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     PDL: tl.constexpr,
@@ -327,6 +345,8 @@ def _decode_merge_kernel(
         if last - first == 1:  # its answer was written where the one partial was made
             return
     offs_v = tl.arange(0, BLOCK_V)
+    if DIM_TILES > 1:
+        offs_v += tl.program_id(2) * BLOCK_V
     mask_v = offs_v < V_DIM
 
     # 2. Merge them in key order, a few at a time.
@@ -358,7 +378,7 @@ def _decode_merge_kernel(
         running_max, running_sum, fade = join_sink(running_max, running_sum, sink)
         acc = acc * fade
 
-    # 4. Normalise. Nothing seen: out 0, lse -inf.
+    # 4. Normalise. Nothing seen: out 0, lse -inf. Every tile of columns has found the same LSE.
     nothing = running_sum == 0.0
     out = acc / tl.where(nothing, 1.0, running_sum) * v_scale
     out_row = out_ptr + req * out_stride_token + head * out_stride_head
