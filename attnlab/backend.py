@@ -98,6 +98,7 @@ class AttentionBackend:
             ops=self.engine.ops,
             multiprocessors=multiprocessors,
             one_pass=deterministic,
+            latent_tiles=self.engine.latent_tiles,
             max_requests=max_requests,
             max_tokens=max_tokens,
         )
@@ -182,8 +183,9 @@ class AttentionBackend:
             lse=lse,
             sinks=sinks,
             aux=aux,
-            times=None if self.tracer is None else self.tracer.times_for(layer, lane),
         )
+        if self.tracer is not None:
+            call = replace(call, times=self.tracer.times_for(call))
         if spec.attention.cross:
             _check_stored(layer, k, v)
         elif save:

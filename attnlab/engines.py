@@ -19,7 +19,7 @@ from attnlab.eager import scores as eager_scores
 from attnlab.eager import verify as eager_verify
 from attnlab.eager.index import EagerPlanOps
 from attnlab.kernels import decode as triton_decode
-from attnlab.kernels import decode_shares, extend_hopper
+from attnlab.kernels import decode_latent, decode_shares, extend_hopper
 from attnlab.kernels import extend as triton_extend
 from attnlab.kernels import scores as triton_scores
 from attnlab.kernels import verify as triton_verify
@@ -29,6 +29,7 @@ from attnlab.plan.call import DecodeCall
 from attnlab.plan.extend_call import ExtendCall, VerifyCall
 from attnlab.plan.ops import PlanOps
 from attnlab.plan.score_call import ScoreCall
+from attnlab.plan.tiles import LATENT_TILE
 
 
 class Engine(Protocol):
@@ -40,6 +41,10 @@ class Engine(Protocol):
     @property
     def batch_invariant(self) -> bool:
         """Whether a request's bits are the same whatever else is in a batch, if the policy lets them."""
+
+    @property
+    def latent_tiles(self) -> bool:
+        """Whether decode over even shares packs more heads of a group where these read latent rows (`plan.tiles`)."""
 
     @property
     def waits(self) -> bool:
@@ -77,6 +82,11 @@ class EagerEngine:
     def batch_invariant(self) -> bool:
         """True on a CPU; a GPU's batched products are summed as the size of the batch suggests."""
         return self.device.type == "cpu"
+
+    @property
+    def latent_tiles(self) -> bool:
+        """True: it follows any schedule, and the plans that it shows are those of a Hopper GPU."""
+        return True
 
     @property
     def waits(self) -> bool:
@@ -137,6 +147,11 @@ class TritonEngine:
         return True
 
     @property
+    def latent_tiles(self) -> bool:
+        """Whether this is a Hopper GPU, whose shared memory and tensor cores they were made for, or the interpreter."""
+        return self.target.is_hopper or self.target.kind == "interpreter"
+
+    @property
     def waits(self) -> bool:
         """False: kernels read the plan on the device."""
         return False
@@ -161,10 +176,12 @@ class TritonEngine:
     def decode(self, call: DecodeCall) -> None:
         """Launch the split kernel, then the merge kernel."""
         with launching_on(self.device):
-            if call.lane.schedule.persistent:
-                decode_shares.decode_shares(call, target=self.target)
-            else:
+            if not call.lane.schedule.persistent:
                 triton_decode.decode_split(call, target=self.target)
+            elif call.head_tile == LATENT_TILE:
+                decode_latent.decode_latent(call, target=self.target)
+            else:
+                decode_shares.decode_shares(call, target=self.target)
             triton_decode.decode_merge(call, target=self.target)
 
     def extend(self, call: ExtendCall) -> None:

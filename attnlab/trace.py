@@ -21,7 +21,7 @@ from attnlab.checks import member, number, one_of, positive, require, tensor
 from attnlab.files import place, write_whole
 from attnlab.plan.call import DecodeCall
 from attnlab.plan.extend_call import ExtendCall, VerifyCall
-from attnlab.plan.plans import Lane, Queries
+from attnlab.plan.plans import Queries
 from attnlab.plan.schedule import SEGMENT
 from attnlab.plan.splits import check_ranges
 
@@ -43,8 +43,8 @@ MOST_HEADER = 90_000_000
 class Tracer(Protocol):
     """Looks at every call of a backend while it is attached."""
 
-    def times_for(self, layer: int, lane: Lane) -> Tensor | None:
-        """Return a tensor for the programs of this layer's call to note when they ran, or None."""
+    def times_for(self, call: DecodeCall) -> Tensor | None:
+        """Return a tensor for the programs of a call to note when they ran, or None. Nothing was stored yet."""
 
     def decoded(self, call: DecodeCall) -> None:
         """Look at a call. It must not change a tensor."""

@@ -35,7 +35,7 @@ def test_every_variant_compiles_for_every_target(compiled: str) -> None:
         assert len(cells) == len(TARGETS)
         for target, cell in zip(TARGETS, cells, strict=True):
             unreadable = "fp8" in name and target in ("sm_80", "gfx942")
-            of_another = FOR_HOPPER in name and target != "sm_90"
+            of_another = (FOR_HOPPER in name or name.startswith("latent")) and target != "sm_90"
             assert (cell == "-") == (unreadable or of_another), f"{name} on {target}: {cell}"
 
 
@@ -55,9 +55,12 @@ SPILLS = {
     "split: mla 20 x 288/256, fp32": 24,
     "extend: mla 128 x 576/512, fp32": 700,
     "verify: mla 128 x 576/512, fp32": 700,
+    "latent: mla 128 x 576/512 (DeepSeek-V3)": 192,
+    "latent: mla 128 x 576/512, fp16, pages of 64, cap, temperature, sinks": 144,
 }
 """Bytes a thread that may spill. Gemma: tiles that need two words less in registers take twice the time. In one pass:
-on sm_100, where nobody has timed anything yet. fp32 serves for checking; MLA in fp32 does not fit a gfx942."""
+on sm_100, where nobody has timed anything yet. fp32 serves for checking; MLA in fp32 does not fit a gfx942.
+Latent rows: none in the loop over keys; what lies around it gives way to the accumulator."""
 
 
 def test_no_variant_spills(compiled: str) -> None:

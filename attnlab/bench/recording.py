@@ -15,7 +15,7 @@ from attnlab.bench.decode import DecodeShape, build
 from attnlab.inspect.record import record
 from attnlab.plan.call import DecodeCall
 from attnlab.plan.extend_call import ExtendCall, VerifyCall
-from attnlab.plan.plans import Lane, Queries
+from attnlab.plan.plans import Queries
 
 ROUNDS, CALLS = 20, 20
 
@@ -50,7 +50,7 @@ def main() -> None:
     class Clock:
         """A tracer that wants times and keeps nothing."""
 
-        def times_for(self, layer: int, lane: Lane) -> Tensor:
+        def times_for(self, call: DecodeCall) -> Tensor:
             return noted
 
         def decoded(self, call: DecodeCall) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attnlab.plan.plans import Lane
-from attnlab.plan.tiles import head_tiles
 from attnlab.spec import AttentionSpec
 
 
@@ -29,7 +28,7 @@ class Footprint:
     def of(cls, lane: Lane, spec: AttentionSpec, *, multiprocessors: int) -> Footprint:
         """Read a lane (waits for the device) and count."""
         splits = lane.splits.to_host()
-        tiles = head_tiles(spec.group)
+        tiles = lane.schedule.head_tiles(spec.group)
         used = sum(splits.effective)
         return cls(
             policy=splits.policy,

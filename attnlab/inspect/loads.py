@@ -12,8 +12,7 @@ from attnlab.kernels.verify import VerifyConfig
 from attnlab.mask import CustomMask
 from attnlab.memory.pool import FP8
 from attnlab.plan.plans import DecodePlan, VerifyPlan
-from attnlab.plan.tiles import head_tiles
-from attnlab.spec import AttentionSpec, ModelSpec
+from attnlab.spec import ModelSpec
 
 H200 = Target(kind="cuda", arch=90)
 
@@ -22,9 +21,9 @@ H200 = Target(kind="cuda", arch=90)
 class Loads:
     """Bytes that the programs over one layer's cached keys load: keys with their values, and the entries of a mask.
 
-    A program has room for a tile of queries: of a decode up to 16 heads of a group, of a verify as many rows, drafts x
-    heads of a group, as its kernel takes on `target`. Each tile loads every key of its range once. What comes with a
-    verify call, the drafts' own keys, is not of the cache and does not count.
+    A program has room for a tile of queries: of a decode as many heads of a group as the schedule packs, of a verify as
+    many rows, drafts x heads of a group, as its kernel takes on `target`. Each tile loads every key of its range once.
+    What comes with a verify call, the drafts' own keys, is not of the cache and does not count.
     """
 
     kv_bytes: int
@@ -38,7 +37,7 @@ class Loads:
         width = spec.qk_dim + (0 if model.mla else spec.v_dim)  # under MLA the values are columns of the keys
         masked = isinstance(plan, VerifyPlan) and isinstance(plan.queries.mask, CustomMask)
         queries = _queries(plan)
-        tiles = _tiles(plan, queries, spec, model.kv_dtype, target, masked=masked)
+        tiles = _tiles(plan, queries, model=model, layer=layer, target=target, masked=masked)
         return cls(
             kv_bytes=int((keys * tiles[request]).sum()) * width * model.kv_dtype.itemsize,
             mask_bytes=int((keys * queries[request]).sum()) * masked,
@@ -55,15 +54,16 @@ def _queries(plan: DecodePlan | VerifyPlan) -> Tensor:
 def _tiles(
     plan: DecodePlan | VerifyPlan,
     queries: Tensor,
-    spec: AttentionSpec,
-    kv_dtype: torch.dtype,
-    target: Target,
     *,
+    model: ModelSpec,
+    layer: int,
+    target: Target,
     masked: bool,
 ) -> Tensor:
     """Return how many programs share the queries of one request and KV head."""
+    spec, kv_dtype = model.layer(layer).attention, model.kv_dtype
     if isinstance(plan, DecodePlan):
-        return torch.full_like(queries, head_tiles(spec.group))
+        return torch.full_like(queries, plan.lane(layer).schedule.head_tiles(spec.group))
     compute = torch.bfloat16 if kv_dtype == FP8 else kv_dtype  # as where queries come in the cache's dtype
     rows = plan.queries.most * spec.group
     config = VerifyConfig.choose(spec, target, compute=compute, kv_dtype=kv_dtype, masked=masked, rows=rows)

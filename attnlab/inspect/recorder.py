@@ -18,9 +18,8 @@ from attnlab.inspect.merge import RequestPartials
 from attnlab.inspect.rows import RequestKeys, Row, RowScores, chosen_rows, in_slices
 from attnlab.plan.call import DecodeCall
 from attnlab.plan.extend_call import ExtendCall, VerifyCall
-from attnlab.plan.plans import Lane, Queries
+from attnlab.plan.plans import Queries
 from attnlab.plan.schedule import Schedule
-from attnlab.plan.tiles import head_tiles
 from attnlab.plan.workspace import FLOAT_BYTES
 from attnlab.spec import AttentionSpec
 from attnlab.trace import REDUCTIONS, STAGES, CallTrace, Mode, Reduce, ScoreTrace, Stage, Trace
@@ -76,17 +75,16 @@ class Recorder:
     budget: Budget
     texts_of: TextsOf | None
 
-    def times_for(self, layer: int, lane: Lane) -> Tensor | None:
+    def times_for(self, call: DecodeCall) -> Tensor | None:
         """Return room for multiprocessor, start and end of every program, where times are wanted."""
         refuse_capture()
-        if not self._looks_at(layer):
+        if not self._looks_at(call.layer):
             return None
-        self._check_wanted(layer, reqs=lane.splits.reqs)  # here, since nothing was stored yet
+        self._check_wanted(call.layer, reqs=call.lane.splits.reqs)  # here, since nothing was stored yet
         if not self.times:
             return None
-        spec = self.backend.model.layer(layer).attention
-        shape = (len(_owned(lane.schedule)) - 1, head_tiles(spec.group), 3)
-        return torch.zeros(shape, dtype=torch.int64, device=lane.schedule.segments.device)
+        shape = (len(_owned(call.lane.schedule)) - 1, call.head_tiles, 3)
+        return torch.zeros(shape, dtype=torch.int64, device=call.lane.schedule.segments.device)
 
     def check_queries(self, layer: int, queries: Queries) -> None:
         """Raise ValueError where no request of a step has a query, a request or a head that is to be recorded."""

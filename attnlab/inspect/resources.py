@@ -23,7 +23,7 @@ from attnlab import _triton
 from attnlab._boot import INTERPRETED
 from attnlab.assets import data_path
 from attnlab.checks import require
-from attnlab.kernels import decode, decode_shares, extend, extend_hopper, index, scores, verify
+from attnlab.kernels import decode, decode_latent, decode_shares, extend, extend_hopper, index, scores, verify
 from attnlab.kernels.launch import merge_options
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView
@@ -172,6 +172,21 @@ SHARED = (
     GQA.name,
 )
 """Shapes whose decode over even shares is compiled: the kernel's loops are those of the split kernel."""
+LATENT = (
+    MLA,
+    replace(
+        MLA,
+        name="mla 128 x 576/512, fp16, pages of 64, cap, temperature, sinks",
+        dtype=HALF,
+        kv_dtype=HALF,
+        page_size=64,
+        softcap=30.0,
+        temperature_len=1024,
+        sinks=True,
+    ),
+    Shape(name="mla 40 x 288/256 (MiniCPM3)", heads=40, kv_heads=1, qk_dim=288, v_dim=256, mla=True),
+)
+"""Shapes whose decode over even shares packs more heads, on a Hopper GPU."""
 MERGED = ("gqa 4 x 128 (Llama-3)", "gqa 3 x 64 (SmolLM2)", "gqa 2 x 256 (Gemma)", "mha 80 (StableLM)", MLA.name)
 
 
@@ -186,6 +201,8 @@ def variants(target: Target) -> Iterator[Variant]:
     for shape in SHAPES:
         if (target.has_fp8 or shape.kv_dtype != FP8) and shape.name in SHARED:
             yield _shares_variant(shape, target)
+    for shape in LATENT if target.is_hopper else ():
+        yield _latent_variant(shape, target)
     for ranges in (1, 66):
         yield _merge_variant(MLA, target, shared_ranges=ranges)
     for shape in (GQA, MHA, MLA):
@@ -261,6 +278,20 @@ def _shares_variant(shape: Shape, target: Target) -> Variant:
         name=f"shares: {shape.name}",
         kernel=decode_shares._decode_shares_kernel,
         pointers={**split.pointers, "out_ptr": shape.dtype, "lse_ptr": torch.float32, "sinks_ptr": shape.dtype},
+        constants={**constants, "TIMES": False, "times_ptr": None},
+        options=options,
+    )
+
+
+def _latent_variant(shape: Shape, target: Target) -> Variant:
+    constants, options = decode_latent.latent_constants(
+        spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype, has_lse=True
+    )
+    shares = _shares_variant(shape, target)
+    return Variant(
+        name=f"latent: {shape.name}",
+        kernel=decode_latent._decode_latent_kernel,
+        pointers=shares.pointers,
         constants={**constants, "TIMES": False, "times_ptr": None},
         options=options,
     )
@@ -419,6 +450,14 @@ def serialized(variant: Variant) -> bool:
     return "serialized" in said
 
 
+def ttgir(variant: Variant) -> str:
+    """Return a variant's text for sm_90 as Triton's own passes leave it: layouts, buffers, the order of copies."""
+    binary = _triton.triton.compile(
+        _source(variant), target=_gpu_target(TARGETS["sm_90"]), options=dict(variant.options)
+    )
+    return str(binary.asm["ttgir"])
+
+
 def _source(variant: Variant) -> Any:
     """Return the source with the argument types that a launch would give it; a JIT launch marks divisibility itself."""
     names = variant.kernel.arg_names
@@ -468,7 +507,7 @@ def table(rows: list[Resources]) -> str:
         "# What the kernels take",
         "",
         "Registers per thread / spilled bytes per thread / shared memory per block (KB), compiled by Triton "
-        f"{_triton.triton.__version__}. A dash: the target cannot read fp8-e4m3, or the variant is another's.",
+        f"{_triton.triton.__version__}. A dash: the target cannot read fp8-e4m3, or does not launch the kernel.",
         "Made by `ATTNLAB_INTERPRET=0 python -m attnlab.inspect.resources --write`.",
         "",
         f"| kernel | {' | '.join(TARGETS)} |",

@@ -29,7 +29,8 @@ from attnlab.plan.plans import DecodePlan, ExtendLane, ExtendPlan, Lane, Plan, Q
 from attnlab.plan.policy import HostPolicy, SplitContext, SplitPolicy
 from attnlab.plan.schedule import Schedule
 from attnlab.plan.splits import cut_lens
-from attnlab.spec import LayerSpec, ModelSpec, Sight
+from attnlab.plan.tiles import HEAD_TILE, shares_tile
+from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec, Sight
 
 ONE_PASS_TILE = 128
 """Lists that a one-pass extend sweeps begin at a multiple of so many positions: the widest tile of keys."""
@@ -47,6 +48,7 @@ class _Source(NamedTuple):
 class Planner:
     """What plans are made from, for as long as a server runs; `build` makes one.
 
+    `latent_tiles`: programs of even shares pack more heads over latent rows, where `plan.tiles` says so.
     `max_requests` and `max_tokens` are what the backend was built for, where there is one: refusals name what lacks.
     """
 
@@ -57,6 +59,7 @@ class Planner:
     ops: PlanOps
     multiprocessors: int | None
     one_pass: bool = False
+    latent_tiles: bool = False
     max_requests: int | None = None
     max_tokens: int | None = None
 
@@ -133,7 +136,13 @@ class Planner:
             mla=self.model.mla,
             context_len=self.table.max_context if cross else self.model.context_len,
             multiprocessors=self.multiprocessors,
+            head_tile=self._head_tile([layer.attention for layer in layers]),
         )
+
+    def _head_tile(self, layers: Sequence[AttentionSpec]) -> int:
+        if not self.latent_tiles:
+            return HEAD_TILE
+        return shares_tile(layers, mla=self.model.mla, kv_dtype=self.model.kv_dtype)
 
     def _decode(self, batch: DecodeBatch, max_ranges: int | None) -> DecodePlan:
         rows = self._rows(batch.rows)

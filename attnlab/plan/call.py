@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from attnlab.checks import contiguous, describe, last_axis_contiguous, own_memory, require, same_device, tensor
-from attnlab.memory.pool import KVView
+from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.layout import KVLayout
 from attnlab.plan.plans import Lane
+from attnlab.plan.tiles import HEAD_TILE, head_tiles
 from attnlab.plan.workspace import Partials
 from attnlab.spec import AttentionSpec
 
@@ -65,6 +66,17 @@ class DecodeCall:
         own_memory("out", self.out, read)
         if self.lse is not None:
             own_memory("lse", self.lse, {**read, "out": self.out})
+
+    @property
+    def head_tile(self) -> int:
+        """Query heads of a group that a program packs: the schedule's, but that fp32 queries leave no room for more."""
+        wide = compute_dtype(self.q.dtype, self.view.k.dtype) == torch.float32
+        return HEAD_TILE if wide else self.lane.schedule.head_tile
+
+    @property
+    def head_tiles(self) -> int:
+        """How many programs share the query heads of a group."""
+        return head_tiles(self.spec.group, self.head_tile)
 
 
 def check_partials(partials: Partials, count: int, rows: int, v_dim: int, device: torch.device, hint: str) -> None:

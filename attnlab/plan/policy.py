@@ -15,6 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attnlab.checks import positive, require, tensor
+from attnlab.plan.tiles import HEAD_TILE
 from attnlab.registry import Registry
 
 MIN_BLOCK = 32
@@ -26,7 +27,8 @@ class SplitContext:
     """What a policy may look at besides the lengths: host numbers only.
 
     `multiprocessors` is None where the device does not say. `rows_per_seq` rows share one sequence's length (the
-    branches of a draft); a plain decode has 1.
+    branches of a draft); a plain decode has 1. A program of even shares packs `head_tile` query heads of a group, as
+    `plan.tiles` says.
     """
 
     heads: int
@@ -36,9 +38,10 @@ class SplitContext:
     context_len: int
     multiprocessors: int | None
     rows_per_seq: int = 1
+    head_tile: int = HEAD_TILE
 
     def __post_init__(self) -> None:
-        for name in ("heads", "kv_heads", "v_dim", "context_len", "rows_per_seq"):
+        for name in ("heads", "kv_heads", "v_dim", "context_len", "rows_per_seq", "head_tile"):
             positive(name, getattr(self, name))
         if self.multiprocessors is not None:  # None: unknown
             positive("multiprocessors", self.multiprocessors)

@@ -8,7 +8,7 @@ or an even share of all keys a program.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
@@ -17,6 +17,7 @@ from torch import Tensor
 from attnlab.checks import contiguous, require, tensor
 from attnlab.plan.policy import HostPolicy, SharePolicy, SplitContext, SplitPolicy, resolve_policy
 from attnlab.plan.splits import SplitPlan, offsets_of, owner_of, share_starts
+from attnlab.plan.tiles import HEAD_TILE, head_tiles
 
 SEGMENT = ("request", "kv_head", "first", "last", "partial")
 """The columns of a segment: it reads list entries `[first, last)`; an empty one (first == last) does nothing."""
@@ -29,7 +30,8 @@ class Schedule:
     Each segment leaves its own partial, a row of the scratch below `partials`. Those of (request r, KV head h) are
     `merge_indptr[r * kv_heads + h]` up to the next entry, in key order: whatever order the programs run in, the merge
     reads them so. All tensors are int32 and contiguous. `persistent`: the grid is of programs that walk through their
-    segments; else every segment is a program. Call `validate` after changing a schedule by hand.
+    segments; else every segment is a program. A program packs `head_tile` query heads of a group. Call
+    `validate` after changing a schedule by hand.
     """
 
     segments: Int[Tensor, "segments 5"]
@@ -38,6 +40,7 @@ class Schedule:
     kv_heads: int
     partials: int
     persistent: bool = False
+    head_tile: int = HEAD_TILE
 
     def __post_init__(self) -> None:
         device = self.segments.device
@@ -53,6 +56,10 @@ class Schedule:
         """Programs launched per head tile; those without a segment return at once."""
         return self.program_indptr.shape[0] - 1
 
+    def head_tiles(self, group: int) -> int:
+        """Return how many programs share a segment's query heads, `group` of them."""
+        return head_tiles(group, self.head_tile)
+
     def working(self) -> int:
         """Return how many of them have a segment. Waits for the device."""
         return int((self.program_indptr.diff() > 0).sum())
@@ -62,7 +69,8 @@ class Schedule:
         """Return the dealing that goes with a policy's cuts."""
         policy = resolve_policy(policy)
         if isinstance(policy, SharePolicy):
-            return cls.even_shares(splits, kv_heads=ctx.kv_heads, shares=policy.shares(ctx), tile=policy.tile)
+            dealt = cls.even_shares(splits, kv_heads=ctx.kv_heads, shares=policy.shares(ctx), tile=policy.tile)
+            return replace(dealt, head_tile=ctx.head_tile)
         return cls.one_range_a_program(splits, kv_heads=ctx.kv_heads)
 
     @classmethod

@@ -14,7 +14,6 @@ from attnlab.plan.plans import DecodePlan, Lane
 from attnlab.plan.policy import HostPolicy, SplitContext, SplitPolicy, resolve_policy
 from attnlab.plan.schedule import Schedule
 from attnlab.plan.splits import HostSplits, SplitPlan, check_ranges, cut
-from attnlab.plan.tiles import head_tiles as head_tiles_of
 from attnlab.plots.words import between, everything, plural, short, times
 from attnlab.spec import ModelSpec
 
@@ -164,7 +163,7 @@ def cut_view(policy: str | SplitPolicy | HostPolicy, lens: Sequence[int], ctx: S
     """Return what a picture shows of a policy's cuts, with the programs that would read them; it needs no pool."""
     splits = cut(policy, lens, ctx)
     schedule = Schedule.of(resolve_policy(policy), splits, ctx)
-    tiles = head_tiles_of(ctx.heads // ctx.kv_heads)
+    tiles = schedule.head_tiles(ctx.heads // ctx.kv_heads)
     (view,) = schedule_views(splits, multiprocessors=ctx.multiprocessors, head_tiles=tiles)
     return replace(view, **_dealing(schedule))
 
@@ -178,7 +177,7 @@ def _dealing(schedule: Schedule) -> dict[str, Any]:
 def _head_tiles(model: ModelSpec, plan: DecodePlan, lane: int) -> int | None:
     """Return the head tiles of a lane's layers, if all have as many."""
     layers = [layer for layer, its in plan.lane_of_layer.items() if its == lane]
-    tiles = {head_tiles_of(model.layer(layer).attention.group) for layer in layers}
+    tiles = {plan.lanes[lane].schedule.head_tiles(model.layer(layer).attention.group) for layer in layers}
     return tiles.pop() if len(tiles) == 1 else None
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from attnlab import _triton
-from attnlab.kernels import decode, decode_shares
+from attnlab.kernels import decode, decode_latent, decode_shares
 
 pytestmark = pytest.mark.skipif(_triton.PROBLEM is not None, reason="needs Triton")
 
@@ -19,6 +19,7 @@ import sys
 
 sys.path.insert(0, sys.argv[1])
 import decode
+import decode_latent
 import decode_shares
 
 from dataclasses import replace
@@ -26,7 +27,11 @@ from dataclasses import replace
 import torch
 from attnlab.inspect.resources import TARGETS, ptx, variants
 
-without_probe = {"split": decode._decode_split_kernel, "shares": decode_shares._decode_shares_kernel}
+without_probe = {
+    "split": decode._decode_split_kernel,
+    "shares": decode_shares._decode_shares_kernel,
+    "latent": decode_latent._decode_latent_kernel,
+}
 compared = dict.fromkeys(without_probe, 0)
 for variant in variants(TARGETS["sm_90"]):
     kind = variant.name.split(": ")[0]
@@ -41,7 +46,7 @@ for variant in variants(TARGETS["sm_90"]):
     if compared[kind] == 0:
         assert "globaltimer" in ptx(noted), "the probe is never on"
     compared[kind] += 1
-print(compared["split"], compared["shares"])
+print(*compared.values())
 """
 
 
@@ -52,7 +57,7 @@ def without_branches(source: str) -> str:
 
 def test_a_kernel_with_its_probe_off_is_the_kernel_without_a_probe(compiling: dict[str, str], tmp_path: Path) -> None:
     """sm_90 PTX of every variant, byte for byte; line numbers, which move with the text, are left out."""
-    for module in (decode, decode_shares):
+    for module in (decode, decode_latent, decode_shares):
         source = Path(module.__file__).read_text(encoding="utf-8")
         deleted = without_branches(source)
         assert source.count("if TIMES:") == 2 and "if TIMES:" not in deleted and len(deleted) < len(source)
@@ -61,5 +66,5 @@ def test_a_kernel_with_its_probe_off_is_the_kernel_without_a_probe(compiling: di
     environment = {**compiling, "TRITON_DISABLE_LINE_INFO": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    split, shares = map(int, done.stdout.split()[-2:])
-    assert split >= 15 and shares >= 5
+    split, shares, latent = map(int, done.stdout.split()[-3:])
+    assert split >= 15 and shares >= 5 and latent >= 3

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from attnlab.checks import positive
 from attnlab.plan.policy import SharePolicy, SplitContext, split_policy
-from attnlab.plan.tiles import NARROW_DIM, head_tiles
+from attnlab.plan.tiles import HEAD_TILE, NARROW_DIM, head_tiles
 
 UNKNOWN = 128
 """Multiprocessors where the device does not say."""
@@ -21,8 +21,8 @@ UNKNOWN = 128
 class Balanced(SharePolicy):
     """Deal tiles of `tile` keys to all programs that a device holds at a time, an even share each.
 
-    `programs` are those that a multiprocessor holds; None: four, or two where values are wider than 128. Not
-    batch-invariant: where a request is cut depends on all that come before it.
+    `programs` are those that a multiprocessor holds; None: four, or two where values are wider than 128, or one
+    that packs more than 16 heads. Not batch-invariant: where a request is cut depends on all that come before it.
     """
 
     tile: int = 128
@@ -35,6 +35,13 @@ class Balanced(SharePolicy):
 
     def shares(self, ctx: SplitContext) -> int:
         """Return as many shares as programs of one KV head run at a time."""
-        programs = self.programs or (4 if ctx.v_dim <= NARROW_DIM and not ctx.mla else 2)
-        tiles = head_tiles(ctx.heads // ctx.kv_heads)
+        programs = self.programs or _held(ctx)
+        tiles = head_tiles(ctx.heads // ctx.kv_heads, ctx.head_tile)
         return max(1, (ctx.multiprocessors or UNKNOWN) * programs // (ctx.kv_heads * tiles))
+
+
+def _held(ctx: SplitContext) -> int:
+    """Return how many programs a multiprocessor holds at a time."""
+    if ctx.head_tile > HEAD_TILE:
+        return 1
+    return 4 if ctx.v_dim <= NARROW_DIM and not ctx.mla else 2
