@@ -13,6 +13,7 @@ from attnlab.explore.explorer import Explorer, Option, dropdown, slider, steps, 
 from attnlab.inspect.traffic import draw_decode_lens, trace_names
 from attnlab.inspect.workbench import H200_MULTIPROCESSORS
 from attnlab.plan.policy import HostPolicy, SplitContext, SplitPolicy, resolve_policy, split_policies
+from attnlab.plan.tiles import shares_tile
 from attnlab.plots.picture import Picture
 from attnlab.plots.schedule_view import ScheduleView, cut_view
 from attnlab.plots.show import show
@@ -164,6 +165,7 @@ def _context(model: str, multiprocessors: int | None) -> SplitContext:
         mla=spec.mla,
         context_len=spec.context_len,
         multiprocessors=multiprocessors,
+        head_tile=shares_tile(full, mla=spec.mla, kv_dtype=spec.kv_dtype),
     )
 
 
