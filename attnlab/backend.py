@@ -113,7 +113,7 @@ class AttentionBackend:
             'use engine="triton" there, or the CPU',
         )
         self.workspace = Workspace(
-            max_ranges=self._max_ranges(max_requests, max_tokens),
+            max_ranges=self._max_ranges(max_requests, max_tokens, max_drafts),
             max_drafts=max_drafts,
             heads=max(layer.attention.heads for layer in model.layers),
             v_dims={layer.attention.v_dim for layer in model.layers},
@@ -395,14 +395,16 @@ class AttentionBackend:
                 there = self._memory.get(x.untyped_storage().data_ptr())
                 require(there is None, f"{name}: shares its memory with {there}, which calls write; pass a copy")
 
-    def _max_ranges(self, max_requests: int, max_tokens: int) -> int:
-        """Return the most ranges that a batch of so many requests and tokens can be cut into, in any lane."""
+    def _max_ranges(self, max_requests: int, max_tokens: int, max_drafts: int) -> int:
+        """Return the most ranges that a batch of so many requests and tokens can be cut into, in any lane and mode."""
         most = 1
         for kind, layers in self.planner.kinds.items():
             longest = self.planner.admission.longest(kind.sight)
             bound = min(longest, kind.sight.span or longest)
-            bounds = self.policy.bounds(bound_max=bound, ctx=self.planner.context(layers))
-            most = max(most, bounds.capacity(reqs=max_requests, total=min(max_requests * bound, max_tokens)))
+            total = min(max_requests * bound, max_tokens)
+            for drafts in (None, *range(1, max_drafts + 1)):
+                bounds = self.policy.bounds(bound_max=bound, ctx=self.planner.context(layers, drafts=drafts))
+                most = max(most, bounds.capacity(reqs=max_requests, total=total))
         return most
 
 

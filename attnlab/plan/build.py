@@ -123,8 +123,8 @@ class Planner:
             kinds.setdefault(Kind(a.kv_heads, a.sight, space), []).append(layer)
         return kinds
 
-    def context(self, layers: Sequence[LayerSpec]) -> SplitContext:
-        """Return what the policy may look at for layers that share a lane.
+    def context(self, layers: Sequence[LayerSpec], *, drafts: int | None = None) -> SplitContext:
+        """Return what the policy may look at for layers that share a lane; `drafts`: of a request in a verify, at most.
 
         Where they differ in query heads the largest count is taken, as one split serves them all.
         """
@@ -136,7 +136,8 @@ class Planner:
             mla=self.model.mla,
             context_len=self.table.max_context if cross else self.model.context_len,
             multiprocessors=self.multiprocessors,
-            head_tile=self._head_tile([layer.attention for layer in layers]),
+            head_tile=HEAD_TILE if drafts else self._head_tile([layer.attention for layer in layers]),
+            drafts=drafts,
         )
 
     def _head_tile(self, layers: Sequence[AttentionSpec]) -> int:
@@ -192,12 +193,11 @@ class Planner:
         rows = self._rows(batch.rows)
         sources = self._sources(_Source(rows, batch.prefix), batch.encoder)
         new = _new_tokens(batch.prefix, batch.drafts)
+        queries = self._queries(batch.prefix, batch.drafts, new, batch.mask, depth=batch.depth, ordered=batch.ordered)
         return VerifyPlan(
             batch=batch,
-            queries=self._queries(
-                batch.prefix, batch.drafts, new, batch.mask, depth=batch.depth, ordered=batch.ordered
-            ),
-            lanes=self._split_lanes(sources, rows, new, max_ranges),
+            queries=queries,
+            lanes=self._split_lanes(sources, rows, new, max_ranges, drafts=max(1, queries.most)),
             lane_of_layer=_lane_of_layer(self.kinds),
             epoch=self.pool.epoch,
             multiprocessors=self.multiprocessors,
@@ -254,16 +254,23 @@ class Planner:
         return rows.to(self.pool.device, torch.int64, non_blocking=True).clamp(0, self.table.max_requests - 1)
 
     def _split_lanes(
-        self, sources: dict[bool, _Source], rows: Tensor, new: _Lists, max_ranges: int | None
+        self,
+        sources: dict[bool, _Source],
+        rows: Tensor,
+        new: _Lists,
+        max_ranges: int | None,
+        *,
+        drafts: int | None = None,
     ) -> tuple[Lane, ...]:
         """Return the lanes whose lists are split. All are cut, and the ranges counted, before any is gathered."""
         kinds = self.kinds
         read = [sources[kind.sight.cross] for kind in kinds]
         counts = [seen(mine.lens, kind.sight, behind=mine.behind) for kind, mine in zip(kinds, read, strict=True)]
         lists = [self._cached(mine, kind.sight, each) for kind, mine, each in zip(kinds, read, counts, strict=True)]
+        contexts = [self.context(layers, drafts=drafts) for layers in kinds.values()]
         cuts = [
-            cut_lens(self.policy, each, mine.extent.indptr.diff(), self.context(layers), self.ops.sizes)
-            for layers, each, mine in zip(kinds.values(), counts, lists, strict=True)
+            cut_lens(self.policy, each, mine.extent.indptr.diff(), ctx, self.ops.sizes)
+            for ctx, each, mine in zip(contexts, counts, lists, strict=True)
         ]
         for splits in cuts:
             require(
@@ -276,9 +283,9 @@ class Planner:
                 layout=self._layout(source.rows, layers, mine),
                 write_slots=self._write_slots(rows, layers, new),
                 splits=splits,
-                schedule=Schedule.of(self.policy, splits, self.context(layers)),
+                schedule=Schedule.of(self.policy, splits, ctx),
             )
-            for source, layers, mine, splits in zip(read, kinds.values(), lists, cuts, strict=True)
+            for source, layers, mine, splits, ctx in zip(read, kinds.values(), lists, cuts, contexts, strict=True)
         )
 
     def _cached(self, source: _Source, sight: Sight, counts: Lens) -> _Lists:

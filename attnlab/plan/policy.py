@@ -28,7 +28,8 @@ class SplitContext:
 
     `multiprocessors` is None where the device does not say. `rows_per_seq` rows share one sequence's length (the
     branches of a draft); a plain decode has 1. A program of even shares packs `head_tile` query heads of a group, as
-    `plan.tiles` says.
+    `plan.tiles` says. `drafts` is the most query tokens of a request whose keys they read together (a verify); None
+    elsewhere.
     """
 
     heads: int
@@ -39,12 +40,14 @@ class SplitContext:
     multiprocessors: int | None
     rows_per_seq: int = 1
     head_tile: int = HEAD_TILE
+    drafts: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "v_dim", "context_len", "rows_per_seq", "head_tile"):
             positive(name, getattr(self, name))
-        if self.multiprocessors is not None:  # None: unknown
-            positive("multiprocessors", self.multiprocessors)
+        for name in ("multiprocessors", "drafts"):
+            if getattr(self, name) is not None:
+                positive(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,3 +45,20 @@ def _many_over_latent_rows(layer: AttentionSpec) -> bool:
     main, rest = layer.v_dim, layer.qk_dim - layer.v_dim
     many = layer.group > HEAD_TILE and layer.mod is None
     return many and all(x >= HEAD_TILE and x & (x - 1) == 0 for x in (main, rest)) and rest < main
+
+
+def row_tile(v_dim: int) -> int:
+    """Return how many rows (drafts x query heads of a group) a program packs into a tile, at most.
+
+    64 are what a group of warps multiplies at once; of wide values it has registers for half as many.
+    """
+    return 64 if v_dim <= NARROW_DIM else 32
+
+
+def row_tiles(rows: int, *, v_dim: int) -> int:
+    """Return how many programs share the drafts x heads of a group: the tiles that so many rows need.
+
+    >>> [row_tiles(drafts * 4, v_dim=128) for drafts in (1, 16, 17)]
+    [1, 1, 2]
+    """
+    return -(-rows // row_tile(v_dim))

@@ -330,7 +330,9 @@ def test_a_parameter_is_at_least_one(build: Any) -> None:
         build()
 
 
-@pytest.mark.parametrize("field", ["heads", "kv_heads", "v_dim", "context_len", "rows_per_seq", "multiprocessors"])
+@pytest.mark.parametrize(
+    "field", ["heads", "kv_heads", "v_dim", "context_len", "rows_per_seq", "multiprocessors", "drafts"]
+)
 def test_a_context_is_made_of_positive_numbers(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field}: expected at least 1"):
         context(**{field: 0})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from attnlab.checks import positive
 from attnlab.plan.policy import SharePolicy, SplitContext, split_policy
-from attnlab.plan.tiles import HEAD_TILE, NARROW_DIM, head_tiles
+from attnlab.plan.tiles import HEAD_TILE, NARROW_DIM, head_tiles, row_tiles
 
 UNKNOWN = 128
 """Multiprocessors where the device does not say."""
@@ -21,8 +21,9 @@ UNKNOWN = 128
 class Balanced(SharePolicy):
     """Deal tiles of `tile` keys to all programs that a device holds at a time, an even share each.
 
-    `programs` are those that a multiprocessor holds; None: four, or two where values are wider than 128, or one
-    that packs more than 16 heads. Not batch-invariant: where a request is cut depends on all that come before it.
+    `programs` are those that a multiprocessor holds; None: four, two where values are wider than 128, or one where
+    a tile has drafts, or more than 16 heads. Not batch-invariant: where a request is cut depends on all that come
+    before it.
     """
 
     tile: int = 128
@@ -35,13 +36,16 @@ class Balanced(SharePolicy):
 
     def shares(self, ctx: SplitContext) -> int:
         """Return as many shares as programs of one KV head run at a time."""
-        programs = self.programs or _held(ctx)
-        tiles = head_tiles(ctx.heads // ctx.kv_heads, ctx.head_tile)
-        return max(1, (ctx.multiprocessors or UNKNOWN) * programs // (ctx.kv_heads * tiles))
+        group = ctx.heads // ctx.kv_heads
+        tiles = head_tiles(group, ctx.head_tile)
+        if ctx.drafts is not None:
+            tiles = row_tiles(ctx.drafts * group, v_dim=ctx.v_dim)
+        held = (ctx.multiprocessors or UNKNOWN) * (self.programs or _held(ctx))
+        return max(1, held // (ctx.kv_heads * tiles))
 
 
 def _held(ctx: SplitContext) -> int:
     """Return how many programs a multiprocessor holds at a time."""
-    if ctx.head_tile > HEAD_TILE:
+    if ctx.drafts is not None or ctx.head_tile > HEAD_TILE:
         return 1
     return 4 if ctx.v_dim <= NARROW_DIM and not ctx.mla else 2
