@@ -19,7 +19,7 @@ from attnlab.eager import scores as eager_scores
 from attnlab.eager import verify as eager_verify
 from attnlab.eager.index import EagerPlanOps
 from attnlab.kernels import decode as triton_decode
-from attnlab.kernels import decode_latent, decode_shares, extend_hopper
+from attnlab.kernels import decode_latent, decode_shares, extend_hopper, verify_shares
 from attnlab.kernels import extend as triton_extend
 from attnlab.kernels import scores as triton_scores
 from attnlab.kernels import verify as triton_verify
@@ -195,7 +195,10 @@ class TritonEngine:
     def verify(self, call: VerifyCall) -> None:
         """Launch the split kernel, then the merge kernel."""
         with launching_on(self.device):
-            triton_verify.verify_split(call, target=self.target)
+            if call.lane.schedule.persistent:
+                verify_shares.verify_shares(call, target=self.target)
+            else:
+                triton_verify.verify_split(call, target=self.target)
             triton_verify.verify_merge(call, target=self.target)
 
     def scores(self, call: ScoreCall) -> Tensor:

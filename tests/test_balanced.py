@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnlab
+from attnlab.batch import DecodeBatch, VerifyBatch
 from attnlab.eager import oracle
 from attnlab.inspect.record import record
 from attnlab.inspect.resources import GQA, MLA
@@ -26,13 +27,13 @@ from attnlab.plots.schedule_view import cut_view
 from attnlab.plots.show import show
 from attnlab.trace import Trace
 from tests.cases import CASES, ENGINES, Case, Stand
-from tests.extend_cases import CASES as EXTENDED
-from tests.extend_cases import Case as Several
+from tests.extend_cases import Case as SeveralCase
 from tests.extend_cases import Stand as SeveralStand
 from tests.serving import Server
 from tests.strategies import DEVICE, lens
 from tests.syncs import nothing_waits
 from tests.test_no_sync import MODES, on_device
+from tests.test_verify import VERIFIED
 from tests.tolerances import LSE, OUTPUT
 
 engines = pytest.mark.parametrize(("engine", "device"), ENGINES, ids=[name for name, _ in ENGINES])
@@ -105,6 +106,16 @@ def test_there_are_as_many_shares_as_programs_run_at_a_time() -> None:
     assert Balanced().shares(replace(context(kv_heads=8), v_dim=256)) == 33
     mla = replace(context(), heads=128, kv_heads=1, v_dim=512, mla=True)
     assert Balanced().shares(mla) == 132 * 2 // 8  # its heads are eight tiles
+
+
+def test_drafts_that_share_a_tile_have_one_program_a_multiprocessor() -> None:
+    """The rows of a tile are drafts x heads of a group: 64, or half as many of wide values."""
+    verify = replace(context(kv_heads=8), heads=32)
+    assert [Balanced().shares(replace(verify, drafts=n)) for n in (1, 4, 16, 17, 33)] == [16, 16, 16, 8, 5]
+    assert Balanced().shares(replace(verify, drafts=16, v_dim=256)) == 8
+    assert Balanced(programs=2).shares(replace(verify, drafts=16)) == 33
+    mla = replace(context(), heads=16, kv_heads=1, v_dim=512, mla=True, drafts=4)
+    assert Balanced().shares(mla) == 132 // 2
 
 
 @pytest.mark.parametrize("name", ["tile", "programs"])
@@ -197,13 +208,111 @@ def test_times_have_a_row_for_every_program(monkeypatch: pytest.MonkeyPatch, tmp
         assert int(call.program_indptr[-1]) <= len(call.segments)
 
 
-# Everything else that cuts
+# Verifying
+
+CHAIN = SeveralCase(id="chain", why="", mask="chain", prefix=(200, 8, 0, 97), new=(4, 9, 3, 0), policy=Few())
+MASKED = CHAIN.but(id="masked", mask="random", new=(4, 9, 3, 2))
+DRAFTED = [
+    *(case.but(policy=Few()) for case in VERIFIED),
+    CHAIN.but(id="balanced", why="a share a range", policy=Balanced(tile=32)),
+    CHAIN.but(id="window-of-tiles", why="hidden, whole and cut tiles", prefix=(400, 300), new=(20, 5), window=250),
+    CHAIN.but(
+        id="window-of-drafts", why="tiles that a window hides from all but a few", prefix=(300,), window=12, new=(40,)
+    ),
+    CHAIN.but(id="chunk-of-tiles", why="a chunk that begins in a tile", prefix=(300, 250), new=(5, 9), chunk=160),
+    CHAIN.but(
+        id="chunk-begins-among-drafts", why="cached keys hidden from later drafts", prefix=(300,), new=(40,), chunk=160
+    ),
+    CHAIN.but(id="several-tiles", why="requests without drafts for some tiles", prefix=(200, 90, 70), new=(40, 2, 20)),
+]
 
 
 @engines
-@pytest.mark.parametrize("case", [c for c in EXTENDED if c.verifies], ids=lambda case: case.id)
-def test_verify_agrees_with_the_oracle(case: Several, engine: str, device: str) -> None:
-    SeveralStand(case.but(policy=Few()), engine, device).check("verify")
+@pytest.mark.parametrize("case", DRAFTED, ids=lambda case: case.id)
+def test_verify_agrees_with_the_oracle(case: SeveralCase, engine: str, device: str) -> None:
+    SeveralStand(case, engine, device).check("verify")
+
+
+@engines
+@pytest.mark.parametrize("case", [MASKED, MASKED.but(window=90)], ids=["mask", "mask in a window"])
+def test_a_mask_over_cached_keys_is_read(case: SeveralCase, engine: str, device: str) -> None:
+    """Its bits hide cached keys too, which whole tiles otherwise show to all."""
+    stand = SeveralStand(case, engine, device)
+    drafts = VerifyBatch.chain(rows=stand.rows, prefix=case.prefix, drafts=case.new, device=stand.device)
+    lse = torch.full((sum(case.new), stand.spec.heads), float("nan"), device=stand.device)
+    plan = stand.backend.plan(replace(drafts, mask=stand.batch.mask))
+    out = stand.backend.verify(1, *stand.new(), plan, lse=lse)
+    want_out, want_lse = stand.expected()
+    torch.testing.assert_close(out.double(), want_out, **OUTPUT[torch.float32])
+    torch.testing.assert_close(lse.double(), want_lse, **LSE)
+
+
+@engines
+def test_scratch_that_nobody_owns_reaches_no_draft(engine: str, device: str) -> None:
+    stand = SeveralStand(CHAIN.but(new=(4, 40, 3, 0)), engine, device)
+    poisoned = stand.run("verify")
+    stand.backend.workspace.fill(0.0)
+    for a, b in zip(poisoned, stand.run("verify"), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_drafts_leave_the_same_states_on_both_engines() -> None:
+    """What is recorded is what each range gave: also of ranges with hidden, whole and cut tiles."""
+    case = CHAIN.but(prefix=(400, 300, 5), new=(20, 5, 2), window=250, policy=Few(count=4))
+    left = []
+    for engine, device in (("eager", DEVICE), ENGINES[-1]):
+        stand = SeveralStand(case, engine, device)
+        plan = stand.backend.plan(stand.batch)
+        stand.backend.verify(1, *stand.new(), plan)
+        partials, splits = stand.backend.partials(1, plan), plan.lane(1).splits
+        rows = (torch.tensor(case.new, device=partials.lse.device) * stand.spec.group)[splits.request.long()]
+        live = torch.arange(partials.lse.shape[1], device=rows.device) < rows[:, None]
+        live &= (splits.start < splits.end)[:, None]
+        owned = torch.zeros_like(partials.lse, dtype=torch.bool)
+        for r in range(len(case.new)):
+            for h in range(stand.spec.kv_heads):
+                at = slice(*plan.lane(1).schedule.merge_indptr[r * stand.spec.kv_heads + h :][:2].tolist())
+                owned[at] = live[splits.indptr[r] : splits.indptr[r + 1]]
+        left.append((partials.lse[owned], partials.output[owned]))
+    (lse, out), (its_lse, its_out) = left
+    assert lse.shape[0] > 100
+    torch.testing.assert_close(its_lse, lse, **LSE)
+    torch.testing.assert_close(its_out, out, **OUTPUT[torch.float32])
+
+
+def test_wide_offsets_give_drafts_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = SeveralStand(CHAIN, *ENGINES[-1])
+    narrow = stand.run("verify")
+    monkeypatch.setattr(decode_shares, "NARROW_BELOW", 0)
+    for a, b in zip(narrow, stand.run("verify"), strict=True):
+        assert torch.equal(a, b)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told(Few):
+    """Keeps what it was told of drafts; a verify has more shares than a decode."""
+
+    name = "told"
+    drafts: list[int | None] = field(default_factory=list)
+
+    def shares(self, ctx: SplitContext) -> int:
+        self.drafts.append(ctx.drafts)
+        return 3 if ctx.drafts is None else 9
+
+
+def test_a_policy_knows_how_many_drafts_a_request_has_at_most() -> None:
+    """Of a decode it is told none; the scratch holds what it asks for in either mode."""
+    policy = Told()
+    stand = SeveralStand(CHAIN.but(policy=policy), "eager", "cpu")
+    policy.drafts.clear()
+    stand.check("verify")
+    assert set(policy.drafts) == {9}
+    policy.drafts.clear()
+    plan = stand.backend.plan(DecodeBatch.of(rows=stand.rows[:2], lens=[204, 12], device="cpu"))
+    assert set(policy.drafts) == {None} and plan.lane(1).schedule.programs == 3 * stand.spec.kv_heads
+
+
+# Everything else that cuts
 
 
 @pytest.mark.parametrize("pool", ["window", "unified mla"])

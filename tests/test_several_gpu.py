@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -19,7 +19,8 @@ from attnlab.memory.requests import RequestTable
 from attnlab.spec import AttentionSpec, ModelSpec
 from tests.cases import FP8
 from tests.extend_cases import Case, Stand
-from tests.tolerances import LSE, OUTPUT
+from tests.test_balanced import Few
+from tests.tolerances import LSE, OUTPUT, output
 
 pytestmark = pytest.mark.gpu
 
@@ -71,6 +72,34 @@ def test_extend_is_right(shape: str, features: str, mask: str | None, new: tuple
 def test_verify_is_right(shape: str, features: str, mask: str, new: tuple[int, ...]) -> None:
     case = BASE.but(id=f"{shape} {features} {new}", prefix=(137, 0, 300), new=new, mask=mask)
     Stand(case.but(**SHAPES[shape], **FEATURES[features]), "triton", "cuda").check("verify")
+
+
+SHARED = [
+    *((shape, "plain", new) for shape in SHAPES for new in ((4, 3, 1), (8, 2, 5), (16, 9, 30))),
+    *((shape, features, (16, 9, 30)) for shape in ("128-128", "64-64", "256-256") for features in FEATURES),
+    *((shape, "everything", (4, 3, 1)) for shape in ("128-128", "128-fp8", "mla-576")),
+]
+
+
+@pytest.mark.parametrize("mask", ["chain", "tree", "random"])
+@pytest.mark.parametrize(("shape", "features", "new"), SHARED)
+def test_verify_over_even_shares_is_right(shape: str, features: str, new: tuple[int, ...], mask: str) -> None:
+    """Two shares a KV head, so that programs go on to other requests, through more tiles than are on their way."""
+    case = BASE.but(id=f"{shape} {features} {new}", prefix=(437, 0, 450), new=new, mask=mask, policy=Few(count=2))
+    stand = Stand(case.but(**SHAPES[shape], **FEATURES[features]), "triton", "cuda")
+    if mask != "random":
+        stand.check("verify")
+        return
+    lse = torch.full((sum(new), stand.spec.heads), float("nan"), device="cuda")
+    drafts = VerifyBatch.chain(rows=stand.rows, prefix=case.prefix, drafts=list(new), device="cuda")
+    q, k, v = stand.new()
+    v_given = None if stand.case.mla else v
+    options = {"sinks": stand.inputs.sinks, "aux": stand.aux(stand.parts), "lse": lse}
+    plan = stand.backend.plan(replace(drafts, mask=stand.batch.mask))
+    out = stand.backend.verify(1, q, k, v_given, plan, **options)
+    want_out, want_lse = stand.expected()
+    torch.testing.assert_close(out.double(), want_out, **output(stand.case.dtype, stand.case.softcap))
+    torch.testing.assert_close(lse.double(), want_lse, **LSE)
 
 
 @pytest.mark.parametrize("features", ["plain", "window", "cap"])

@@ -23,7 +23,17 @@ from attnlab import _triton
 from attnlab._boot import INTERPRETED
 from attnlab.assets import data_path
 from attnlab.checks import require
-from attnlab.kernels import decode, decode_latent, decode_shares, extend, extend_hopper, index, scores, verify
+from attnlab.kernels import (
+    decode,
+    decode_latent,
+    decode_shares,
+    extend,
+    extend_hopper,
+    index,
+    scores,
+    verify,
+    verify_shares,
+)
 from attnlab.kernels.launch import merge_options
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView
@@ -131,6 +141,7 @@ EVERYTHING: dict[str, Any] = {
     "sinks": True,
     "masked": True,
 }
+WINDOW = replace(GQA, name="gqa 4 x 128, window (Mistral)", window=4096)
 TREE = replace(GQA, name="gqa 4 x 128, draft tree", masked=True)
 SHAPES = [
     GQA,
@@ -139,7 +150,7 @@ SHAPES = [
     replace(GQA, name="gqa 4 x 128, fp32", dtype=FP32, kv_dtype=FP32),
     replace(GQA, name="gqa 4 x 128, pages of 16", page_size=16),
     replace(GQA, name="gqa 8 x 128, every feature", heads=64, **EVERYTHING),
-    replace(GQA, name="gqa 4 x 128, window (Mistral)", window=4096),
+    WINDOW,
     replace(GQA, name="gqa 5 x 128, chunk, temperature (Llama-4)", heads=40, chunk=8192, temperature_len=8192),
     replace(GQA, name="gqa 6 x 128, cap, temperature (Grok)", heads=48, softcap=30.0, temperature_len=1024),
     TREE,
@@ -171,7 +182,7 @@ SHARED = (
     *("gqa 4 x 128, fp8", "gqa 4 x 128, fp32", "gqa 8 x 128, every feature", "mha 80 (StableLM)", MHA.name),
     GQA.name,
 )
-"""Shapes whose decode over even shares is compiled: the kernel's loops are those of the split kernel."""
+"""Shapes whose decode and verify over even shares are compiled: their loops are those of the split kernels."""
 LATENT = (
     MLA,
     replace(
@@ -225,6 +236,12 @@ def variants(target: Target) -> Iterator[Variant]:
     yield _verify_variant(MLA, target, rows=16)
     yield _extend_variant(TREE, target, cached_visible=True)
     yield _verify_variant(TREE, target, cached_visible=True)
+    for shape in SHAPES:
+        if (target.has_fp8 or shape.kv_dtype != FP8) and shape.name in (*SHARED, *MERGED, WINDOW.name):
+            yield _verify_shares_variant(shape, target, rows=64)
+    for shape in (GQA, WINDOW, MLA):
+        yield _verify_shares_variant(shape, target, rows=16)
+    yield _verify_shares_variant(TREE, target, rows=64)
     for shape in SHAPES:
         if shape.mod is not None or shape.name in MERGED:
             yield _verify_merge_variant(shape, target)
@@ -371,6 +388,19 @@ def _verify_variant(shape: Shape, target: Target, *, rows: int | None = None, ca
     return Variant(
         name=f"verify: {shape.name}" + (f", {rows} rows" if rows else "") + NEW_ALONE * cached_visible,
         kernel=verify._verify_split_kernel,
+        pointers=_several(shape),
+        constants=constants,
+        options=options,
+    )
+
+
+def _verify_shares_variant(shape: Shape, target: Target, *, rows: int) -> Variant:
+    constants, options = verify_shares.verify_shares_constants(
+        spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype, rows=rows, masked=shape.masked
+    )
+    return Variant(
+        name=f"verify shares: {shape.name}, {rows} rows",
+        kernel=verify_shares._verify_shares_kernel,
         pointers=_several(shape),
         constants=constants,
         options=options,
