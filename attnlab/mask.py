@@ -52,7 +52,7 @@ class CustomMask:
     def of_trees(
         cls, parents: Sequence[Sequence[int]], *, cached: Sequence[int], device: torch.device | str
     ) -> CustomMask:
-        """Return the mask under which a draft sees every cached key, its ancestors and itself."""
+        """Return the mask, of drafts alone, under which a draft sees every cached key, its ancestors and itself."""
         require(
             len(parents) == len(cached),
             f"parents: expected one tree for each of {len(cached)} requests, got {len(parents)}",
@@ -61,7 +61,7 @@ class CustomMask:
             torch.cat([torch.ones(len(tree), n, dtype=torch.bool), ancestors(tree)], 1)
             for tree, n in zip(parents, cached, strict=True)
         ]
-        return cls(bits=cls.of(rows).bits.to(device, non_blocking=True))
+        return cls(bits=cls.of(rows).bits.to(device, non_blocking=True), cached_visible=True)
 
     def rows_of(self, at: int, *, new: int, cached: int) -> Bool[Tensor, "new keys"]:
         """Return what a request's new tokens see; its entries begin at `at`."""

@@ -298,7 +298,7 @@ def causal_bits(batch: Batch) -> CustomMask:
     new = batch.new if isinstance(batch, ExtendBatch) else batch.drafts
     pairs = zip(batch.prefix.least_each, new.least_each, strict=True)
     bits = CustomMask.of([torch.ones(n, p + n, dtype=torch.bool).tril(p) for p, n in pairs]).bits
-    return CustomMask(bits=bits.to(batch.prefix.device.device))
+    return CustomMask(bits=bits.to(batch.prefix.device.device), cached_visible=isinstance(batch, VerifyBatch))
 
 
 def pad(batch: Any, requests: int, *, masked: bool) -> Any:

@@ -94,7 +94,9 @@ def test_the_latest_plan_names_its_padded_rows(mode: str) -> None:
 def test_of_a_mask_the_entries_that_are_read_are_counted() -> None:
     _, graph = stepped("tree", 8, 5)
     live = int(graph.latest.queries.mask_indptr[-1])  # type: ignore[union-attr]
-    assert f"a mask of {live:,} entries, in memory for {graph.mask.numel():,}" in str(attnlab.describe(graph.latest))  # type: ignore[union-attr]
+    assert f"a mask of {live:,} entries among new tokens, in memory for {graph.mask.numel():,}" in str(
+        attnlab.describe(graph.latest)
+    )  # type: ignore[union-attr]
 
 
 def test_one_padded_row_stands_for_no_request() -> None:

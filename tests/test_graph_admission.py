@@ -121,9 +121,9 @@ def test_bits_that_a_mask_lacks_hide_the_key_whatever_an_earlier_step_left(kept:
     graph.run(batch, **inputs)  # a step of which the graph holds all bits
     assert isinstance(batch.mask, CustomMask) and graph.mask is not None
     loose = DeviceLens(device=batch.prefix.device, bound_each=20, bound_total=40)
-    short = replace(batch, prefix=loose, mask=CustomMask(bits=batch.mask.bits[:kept].clone()))
+    short = replace(batch, prefix=loose, mask=replace(batch.mask, bits=batch.mask.bits[:kept].clone()))
     filled = torch.nn.functional.pad(short.mask.bits, (0, batch.mask.bits.shape[0] - kept))  # type: ignore[union-attr]
-    wanted = server.eagerly("tree", replace(batch, mask=CustomMask(bits=filled)), inputs)
+    wanted = server.eagerly("tree", replace(batch, mask=replace(batch.mask, bits=filled)), inputs)
     for got, want in zip(graph.run(short, **inputs), wanted, strict=True):
         assert torch.equal(got, want)
     assert not graph.mask[kept:].any()
@@ -245,5 +245,6 @@ def test_examples_that_no_memory_can_be_made_like_are_named() -> None:
 @pytest.mark.parametrize("shape", [graphs.ExtendShape, graphs.VerifyShape])
 def test_a_shape_is_masked_or_not(shape: Any) -> None:
     size = {"new" if shape is graphs.ExtendShape else "drafts": 3}
-    with pytest.raises(TypeError, match="masked: expected a bool, got 1"):
-        shape(requests=1, masked=1, **size)
+    for name in ("masked", "cached_visible"):
+        with pytest.raises(TypeError, match=f"{name}: expected a bool, got 1"):
+            shape(requests=1, **{name: 1}, **size)

@@ -194,12 +194,12 @@ def test_a_mask_may_be_filled_in_place() -> None:
     bits = batch.mask.bits.shape[0]
     graph.mask.fill_(7)
     graph.mask[:bits] = batch.mask.bits
-    in_place = replace(batch, mask=CustomMask(bits=graph.mask[:bits]))
+    in_place = replace(batch, mask=replace(batch.mask, bits=graph.mask[:bits]))
     for got, want in zip(graph.run(in_place, **inputs), wanted, strict=True):
         assert torch.equal(got, want)
     assert graph.mask[bits:].eq(7).all()  # nobody wrote behind the bits, nobody read them
     with pytest.raises(ValueError, match="mask: lies in the graph's own memory, but not at their beginning"):
-        graph.plan(replace(batch, mask=CustomMask(bits=graph.mask[1 : bits + 1])))
+        graph.plan(replace(batch, mask=replace(batch.mask, bits=graph.mask[1 : bits + 1])))
 
 
 def test_a_chain_in_a_graph_with_a_mask_gets_a_causal_one() -> None:
@@ -274,11 +274,36 @@ def test_a_mask_where_none_was_captured_is_refused() -> None:
         graph.plan(replace(batch, mask=CAUSAL))
 
 
-def test_a_mask_of_new_keys_alone_is_refused() -> None:
-    server, graph = captured("tree")
+def masked_graph(*, cached_visible: bool) -> tuple[Server, graphs.Graph]:
+    """A graph of drafts under masks, of drafts alone or of cached keys too."""
+    server = Server("plain", engine=ENGINE, policy="seed", device=DEVICE, modes=[])
+    shape = graphs.VerifyShape(requests=2, drafts=DRAFTS, masked=True, cached_visible=cached_visible)
+    inputs = server.tokens(2 * DRAFTS)
+    graph = graphs.capture(server.backend, server.step, shape, inputs=inputs, rerun=DEVICE == "cpu")
+    server.graphs["tree"] = graph
+    return server, graph
+
+
+@pytest.mark.parametrize("cached_visible", [True, False])
+def test_entries_of_cached_keys_count_where_a_graph_was_captured_so(cached_visible: bool) -> None:
+    server, graph = masked_graph(cached_visible=cached_visible)
     batch = tree_batch(server, two(server))
+    hidden = batch.mask.bits.clone()
+    hidden[:DRAFTS] = 0  # the first draft's, of the first cached keys
+    batch = replace(batch, mask=CustomMask(bits=hidden, cached_visible=cached_visible))
+    inputs = server.tokens(2 * DRAFTS)
+    for got, want in zip(graph.run(batch, **inputs), server.eagerly("tree", batch, inputs), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_mask_of_another_kind_than_captured_is_refused() -> None:
+    server, graph = masked_graph(cached_visible=False)
     with pytest.raises(ValueError, match="mask: speaks of new keys alone .* the graph reads its entries of cached"):
-        graph.plan(replace(batch, mask=replace(batch.mask, cached_visible=True)))
+        graph.plan(tree_batch(server, two(server)))
+    server, graph = masked_graph(cached_visible=True)
+    batch = tree_batch(server, two(server))
+    with pytest.raises(ValueError, match="mask: may hide cached keys, the graph reads its entries of new keys alone"):
+        graph.plan(replace(batch, mask=replace(batch.mask, cached_visible=False)))
 
 
 def test_another_mode_is_refused_by_name() -> None:
@@ -420,17 +445,19 @@ def test_a_refused_mask_leaves_the_plan_before_it_as_it_was() -> None:
     assert isinstance(batch.mask, CustomMask)
     bits = batch.mask.bits.shape[0]
     with pytest.raises(ValueError, match="not at their beginning"):
-        graph.plan(replace(batch, mask=CustomMask(bits=graph.mask[1 : bits + 1])))
+        graph.plan(replace(batch, mask=replace(batch.mask, bits=graph.mask[1 : bits + 1])))
     loose = replace(batch.prefix, device=batch.prefix.device)
     loose = DeviceLens(device=loose.device, bound_each=80, bound_total=160, least=tuple(lens))
     with pytest.raises(ValueError, match="mask: expected at most the .* entries that were captured, got"):
         graph.plan(
-            replace(batch, prefix=loose, mask=CustomMask(bits=torch.ones(10**5, dtype=torch.uint8, device=DEVICE)))
+            replace(
+                batch, prefix=loose, mask=replace(batch.mask, bits=torch.ones(10**5, dtype=torch.uint8, device=DEVICE))
+            )
         )
     with pytest.raises(
         ValueError, match=f"mask: expected at least {bits} entries, as the lengths are known to need, got 5"
     ):
-        graph.plan(replace(batch, prefix=loose, mask=CustomMask(bits=torch.ones(5, dtype=torch.uint8, device=DEVICE))))
+        graph.plan(replace(batch, prefix=loose, mask=replace(batch.mask, bits=batch.mask.bits[:5])))
     assert all(torch.equal(x, before[path]) for path, x in graph.buffers.items()) and unchanged(graph, old)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import attnlab
 from attnlab.inspect.loads import Loads
 from attnlab.kernels.target import Target
+from attnlab.mask import CustomMask
 
 TOKEN = 3 * (64 + 64) * 2
 """Bytes of a token of SmolLM2-135M in a layer: KV heads, key and value, fp16."""
@@ -18,9 +21,13 @@ def bench(lens: list[int], **changes: object) -> attnlab.Workbench:
     return attnlab.workbench("SmolLM2-135M", **given)  # type: ignore[arg-type]
 
 
-def verify_loads(wb: attnlab.Workbench, prefix: list[int], drafts: list[int], **target: Target) -> Loads:
+def verify_loads(
+    wb: attnlab.Workbench, prefix: list[int], drafts: list[int], *, cached_visible: bool = True, **target: Target
+) -> Loads:
     parents = [[-1, *[0] * (n - 1)] for n in drafts]
     batch = attnlab.VerifyBatch.tree(rows=wb.table.rows, prefix=prefix, parents=parents, device="cpu")
+    assert isinstance(batch.mask, CustomMask)
+    batch = replace(batch, mask=replace(batch.mask, cached_visible=cached_visible))
     return Loads.of(wb.backend.plan(batch), model=wb.model, layer=18, **target)
 
 
@@ -36,17 +43,23 @@ def test_a_group_larger_than_a_tile_loads_them_again() -> None:
     assert Loads.of(wb.plan(), model=model, layer=0).kv_bytes == 2 * 10 * 2 * (16 + 16) * 4
 
 
-@pytest.mark.parametrize(("drafts", "times"), [(1, 1), (10, 1), (11, 2), (21, 2), (22, 3)])
+@pytest.mark.parametrize(("drafts", "times"), [(1, 1), (21, 1), (22, 2), (42, 2), (43, 3)])
 def test_drafts_share_what_is_loaded_in_tiles_of_rows(drafts: int, times: int) -> None:
-    """On an H200 a masked verify of this shape takes tiles of 32 rows, and a draft has 3 of them."""
+    """On an H200 a verify of this shape takes tiles of 64 rows, a draft has 3 of them; a tree's mask goes unread."""
     loads = verify_loads(bench([300]), [200], [drafts])
-    assert loads.kv_bytes == times * 200 * TOKEN
-    assert loads.mask_bytes == drafts * 200 * 3
+    assert loads == Loads(kv_bytes=times * 200 * TOKEN, mask_bytes=0)
+
+
+@pytest.mark.parametrize(("drafts", "times"), [(10, 1), (11, 2)])
+def test_a_mask_that_may_hide_cached_keys_is_loaded(drafts: int, times: int) -> None:
+    """Tiles are of 32 rows then."""
+    loads = verify_loads(bench([300]), [200], [drafts], cached_visible=False)
+    assert loads == Loads(kv_bytes=times * 200 * TOKEN, mask_bytes=drafts * 200 * 3)
 
 
 def test_each_request_has_tiles_for_its_own_drafts() -> None:
     loads = verify_loads(bench([100, 300]), [80, 200], [2, 22])
-    assert loads.kv_bytes == (80 + 3 * 200) * TOKEN
+    assert loads.kv_bytes == (80 + 2 * 200) * TOKEN
 
 
 def test_the_target_has_the_tiles() -> None:

@@ -109,6 +109,7 @@ def test_a_draft_that_sees_nothing_gives_nothing(engine: str, device: str) -> No
 def test_a_mask_of_drafts_alone_shows_every_cached_key(engine: str, device: str) -> None:
     stand = Stand(CHAIN.but(mask="tree", prefix=(8, 70, 0), new=(7, 3, 5)), engine, device)
     tree = stand.batch.mask
+    assert tree.cached_visible
     noise = torch.rand(tree.bits.shape[0], device=device) < 0.5
     for r, (p, n) in enumerate(zip(stand.case.prefix, stand.case.new, strict=True)):
         at = sum(n * (p + n) for p, n in zip(stand.case.prefix[:r], stand.case.new[:r], strict=True))

@@ -196,7 +196,7 @@ def padded_on_host(memory: AnyBatch, given: AnyBatch) -> AnyBatch:
             lens = torch.nn.functional.pad(here.device, (0, missing))
             changes[field.name] = HostLens(values=(*here.values, *[0] * missing), device=lens)
         elif isinstance(there, CustomMask):
-            changes[field.name] = CustomMask(bits=there.bits[: _bits(given)])
+            changes[field.name] = replace(there, bits=there.bits[: _bits(given)])
         elif field.name == "depth":
             changes[field.name] = here
         elif field.name == "rows":

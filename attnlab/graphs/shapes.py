@@ -153,7 +153,7 @@ class ExtendShape(Shape):
     """An extend of up to `new` tokens a request, such as a draft model's pass over the tokens that were accepted.
 
     `requests` and `longest` are as in a DecodeShape: `longest` counts the new tokens too. `masked`: whether steps bring
-    a mask; where one does not, a causal one is written.
+    a mask; where one does not, a causal one is written. `cached_visible`: whether masks are of new keys alone.
 
     >>> ExtendShape(requests=8, new=4).tokens
     32
@@ -161,11 +161,12 @@ class ExtendShape(Shape):
 
     new: int
     masked: bool = False
+    cached_visible: bool = False
 
     def __post_init__(self) -> None:
         Shape.__post_init__(self)
         positive("new", self.new)
-        _check_masked(self.masked)
+        _check_bools(masked=self.masked, cached_visible=self.cached_visible)
 
     @property
     def each(self) -> int:
@@ -180,7 +181,7 @@ class ExtendShape(Shape):
     def memory(self, *, device: torch.device, max_tokens: int) -> ExtendBatch:
         """Return the padding of an extend."""
         prefix, new = self._cached(self._longest(), device, max_tokens), self._new(device)
-        mask = room_for_mask(prefix, new) if self.masked else CAUSAL
+        mask = room_for_mask(prefix, new, cached_visible=self.cached_visible) if self.masked else CAUSAL
         return ExtendBatch(rows=self._rows(device), prefix=prefix, new=new, mask=mask)
 
     def _check_lens(self, batch: AnyBatch) -> None:
@@ -194,7 +195,7 @@ class ExtendShape(Shape):
                 f"prefix, new: a request of {longest:,} tokens, the graph was captured for {self._longest():,}; "
                 "capture a larger one",
             )
-            check_mask(batch.mask, batch.prefix, batch.new, masked=self.masked)
+            check_mask(batch.mask, batch.prefix, batch.new, masked=self.masked, cached_visible=self.cached_visible)
 
     def live(self, batch: AnyBatch) -> int:
         """Return the new tokens."""
@@ -205,7 +206,8 @@ class ExtendShape(Shape):
 class VerifyShape(Shape):
     """A verify of exactly `drafts` drafts a request: chains, or with `masked` trees too.
 
-    `requests` and `longest` are as in a DecodeShape: `longest` counts the drafts too.
+    `requests` and `longest` are as in a DecodeShape: `longest` counts the drafts too. `cached_visible`: whether masks
+    are of drafts alone, as trees' are; where they may hide cached keys, their entries of all of these are read.
 
     >>> VerifyShape(requests=8, drafts=5, masked=True).tokens
     40
@@ -213,11 +215,12 @@ class VerifyShape(Shape):
 
     drafts: int
     masked: bool = False
+    cached_visible: bool = True
 
     def __post_init__(self) -> None:
         Shape.__post_init__(self)
         positive("drafts", self.drafts)
-        _check_masked(self.masked)
+        _check_bools(masked=self.masked, cached_visible=self.cached_visible)
 
     @property
     def each(self) -> int:
@@ -246,7 +249,7 @@ class VerifyShape(Shape):
             prefix=prefix,
             drafts=drafts,
             depth=torch.zeros(self.tokens, dtype=torch.int32, device=device),
-            mask=room_for_mask(prefix, drafts) if self.masked else CAUSAL,
+            mask=room_for_mask(prefix, drafts, cached_visible=self.cached_visible) if self.masked else CAUSAL,
             ordered=not self.masked,
         )
 
@@ -261,7 +264,7 @@ class VerifyShape(Shape):
             f"drafts: the graph was captured for {self.drafts} drafts a request, got {others[:1]}; capture a graph for "
             "them",
         )
-        check_mask(batch.mask, batch.prefix, batch.drafts, masked=self.masked)
+        check_mask(batch.mask, batch.prefix, batch.drafts, masked=self.masked, cached_visible=self.cached_visible)
         require(
             batch.ordered or self.masked,
             "batch: its drafts do not stand one behind the other (`ordered`), but the graph was captured for chains; "
@@ -337,8 +340,9 @@ class DraftShape(Shape):
         return batch.rows.shape[0] * self.topk
 
 
-def _check_masked(masked: bool) -> None:
-    require(isinstance(masked, bool), f"masked: expected a bool, got {masked!r}", TypeError)
+def _check_bools(**given: bool) -> None:
+    for name, value in given.items():
+        require(isinstance(value, bool), f"{name}: expected a bool, got {value!r}", TypeError)
 
 
 def check_bound(name: str, lens: Lens, most: int) -> None:
@@ -350,7 +354,7 @@ def check_bound(name: str, lens: Lens, most: int) -> None:
     )
 
 
-def check_mask(mask: Mask, prefix: Lens, new: Lens, *, masked: bool) -> None:
+def check_mask(mask: Mask, prefix: Lens, new: Lens, *, masked: bool, cached_visible: bool) -> None:
     """Raise ValueError where a mask comes to a graph captured without one, is of another kind, or is too short."""
     if not isinstance(mask, CustomMask):
         return
@@ -361,13 +365,19 @@ def check_mask(mask: Mask, prefix: Lens, new: Lens, *, masked: bool) -> None:
         masked, f"mask: got {bits:,} entries, the graph was captured for 0, without a mask; capture with masked=True"
     )
     require(
-        not mask.cached_visible,
+        cached_visible or not mask.cached_visible,
         "mask: speaks of new keys alone (cached_visible), the graph reads its entries of cached keys too; set "
-        "these to 1 and cached_visible to False",
+        "these to 1 and cached_visible to False, or capture with cached_visible=True",
+    )
+    require(
+        mask.cached_visible or not cached_visible,
+        "mask: may hide cached keys, the graph reads its entries of new keys alone; where it shows every cached key "
+        "say so by its cached_visible=True, else capture with cached_visible=False",
     )
 
 
-def room_for_mask(prefix: Lens, new: Lens) -> CustomMask:
+def room_for_mask(prefix: Lens, new: Lens, *, cached_visible: bool) -> CustomMask:
     """Return the memory of the largest mask: every request's `new x (prefix + new)` entries, a byte each."""
     bits = new.bound_max * (prefix.bound_total + new.bound_total)
-    return CustomMask(bits=torch.zeros(bits, dtype=torch.uint8, device=prefix.device.device))
+    room = torch.zeros(bits, dtype=torch.uint8, device=prefix.device.device)
+    return CustomMask(bits=room, cached_visible=cached_visible)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from attnlab.kernels.target import Target
 from attnlab.kernels.verify import VerifyConfig
-from attnlab.mask import CustomMask
 from attnlab.memory.pool import FP8
 from attnlab.plan.plans import DecodePlan, VerifyPlan
 from attnlab.spec import ModelSpec
@@ -19,7 +18,7 @@ H200 = Target(kind="cuda", arch=90)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loads:
-    """Bytes that the programs over one layer's cached keys load: keys with their values, and the entries of a mask.
+    """Bytes that the programs over one layer's cached keys load: keys with their values, and a mask's entries of them.
 
     A program has room for a tile of queries: of a decode as many heads of a group as the schedule packs, of a verify as
     many rows, drafts x heads of a group, as its kernel takes on `target`. Each tile loads every key of its range once.
@@ -35,7 +34,7 @@ class Loads:
         spec, segments = model.layer(layer).attention, plan.lane(layer).schedule.segments.cpu().long()
         request, keys = segments[:, 0], segments[:, 3] - segments[:, 2]
         width = spec.qk_dim + (0 if model.mla else spec.v_dim)  # under MLA the values are columns of the keys
-        masked = isinstance(plan, VerifyPlan) and isinstance(plan.queries.mask, CustomMask)
+        masked = isinstance(plan, VerifyPlan) and plan.queries.cached_masked
         queries = _queries(plan)
         tiles = _tiles(plan, queries, model=model, layer=layer, target=target, masked=masked)
         return cls(

@@ -235,7 +235,6 @@ def variants(target: Target) -> Iterator[Variant]:
         yield _verify_variant(GQA, target, rows=rows)
     yield _verify_variant(MLA, target, rows=16)
     yield _extend_variant(TREE, target, cached_visible=True)
-    yield _verify_variant(TREE, target, cached_visible=True)
     for shape in SHAPES:
         if (target.has_fp8 or shape.kv_dtype != FP8) and shape.name in (*SHARED, *MERGED, WINDOW.name):
             yield _verify_shares_variant(shape, target, rows=64)
@@ -375,7 +374,7 @@ def _extend_hopper_variant(shape: Shape, target: Target, *, one_pass: bool = Fal
     )
 
 
-def _verify_variant(shape: Shape, target: Target, *, rows: int | None = None, cached_visible: bool = False) -> Variant:
+def _verify_variant(shape: Shape, target: Target, *, rows: int | None = None) -> Variant:
     constants, options = verify.verify_constants(
         spec=shape.spec(),
         view=shape.view(),
@@ -383,10 +382,9 @@ def _verify_variant(shape: Shape, target: Target, *, rows: int | None = None, ca
         q_dtype=shape.dtype,
         rows=rows,
         masked=shape.masked,
-        cached_visible=cached_visible,
     )
     return Variant(
-        name=f"verify: {shape.name}" + (f", {rows} rows" if rows else "") + NEW_ALONE * cached_visible,
+        name=f"verify: {shape.name}" + (f", {rows} rows" if rows else ""),
         kernel=verify._verify_split_kernel,
         pointers=_several(shape),
         constants=constants,

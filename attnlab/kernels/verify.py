@@ -102,8 +102,7 @@ def verify_split(call: VerifyCall, *, target: Target) -> None:
         target=target,
         q_dtype=call.q.dtype,
         rows=None if call.batch_invariant else rows,
-        masked=queries.bits is not None,
-        cached_visible=queries.cached_visible,
+        masked=queries.cached_masked,
     )
     q = lifted(call.q, target)
     bias = q if call.aux is None else call.aux  # any tensor will do where no modifier reads it
@@ -228,9 +227,8 @@ def verify_constants(
     q_dtype: torch.dtype,
     rows: int | None,
     masked: bool,
-    cached_visible: bool,
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the split kernel's compile-time arguments and launch options."""
+    """Return the split kernel's compile-time arguments and launch options; `masked`: a mask may hide cached keys."""
     compute = compute_dtype(q_dtype, view.k.dtype)
     config = VerifyConfig.choose(spec, target, compute=compute, kv_dtype=view.k.dtype, masked=masked, rows=rows)
     constants: dict[str, Any] = {
@@ -238,7 +236,7 @@ def verify_constants(
         "BLOCK_M": config.block_m,
         **tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n),
         **sight_constants(spec, masked=masked),
-        "CACHED_VISIBLE": cached_visible,
+        "CACHED_VISIBLE": False,  # a mask of drafts alone goes unread here
         "PDL": target.has_pdl,
     }
     return constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}

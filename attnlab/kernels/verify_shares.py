@@ -87,9 +87,8 @@ def verify_shares(call: VerifyCall, *, target: Target) -> None:
     if lane.layout.index.reqs == 0 or queries.most == 0:
         return
     rows = queries.most * spec.group
-    masked = queries.bits is not None and not queries.cached_visible
     constants, options = verify_shares_constants(
-        spec=spec, view=view, target=target, q_dtype=call.q.dtype, rows=rows, masked=masked
+        spec=spec, view=view, target=target, q_dtype=call.q.dtype, rows=rows, masked=queries.cached_masked
     )
     q = lifted(call.q, target)
     bias = q if call.aux is None else call.aux  # any tensor will do where no modifier reads it

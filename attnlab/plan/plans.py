@@ -167,6 +167,11 @@ class Queries:
         """Whether a custom mask shows every cached key."""
         return isinstance(self.mask, CustomMask) and self.mask.cached_visible
 
+    @property
+    def cached_masked(self) -> bool:
+        """Whether a custom mask may hide cached keys, so that its entries of them are read."""
+        return isinstance(self.mask, CustomMask) and not self.mask.cached_visible
+
     def validate(self, prefix: Lens, new: Lens) -> None:
         """Read all tensors (waits for the device); raise ValueError where any of them is inconsistent."""
         for lens in (prefix, new):
