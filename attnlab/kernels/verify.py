@@ -236,7 +236,6 @@ def verify_constants(
         "BLOCK_M": config.block_m,
         **tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n),
         **sight_constants(spec, masked=masked),
-        "CACHED_VISIBLE": False,  # a mask of drafts alone goes unread here
         "PDL": target.has_pdl,
     }
     return constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -323,7 +322,6 @@ def _verify_split_kernel(
     HAS_MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
-    CACHED_VISIBLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # 1. What is mine: a range of one request's cached keys, for one KV head, and a tile of (draft, head) pairs.
@@ -406,7 +404,7 @@ def _verify_split_kernel(
         HAS_MASK,
         HAS_WINDOW,
         HAS_CHUNK,
-        CACHED_VISIBLE,
+        False,  # a mask of drafts alone goes unread here
     )
 
     # 3. Leave the states.
