@@ -15,7 +15,7 @@ from attnlab.batch import DecodeBatch, VerifyBatch
 from attnlab.eager import oracle
 from attnlab.inspect.record import record
 from attnlab.inspect.resources import GQA, MLA
-from attnlab.kernels import decode_shares
+from attnlab.kernels import launch
 from attnlab.kernels.decode import merge_constants
 from attnlab.kernels.target import Target
 from attnlab.plan.draft import draft_room
@@ -190,7 +190,7 @@ def test_tiles_of_the_merge_follow_the_number_of_ranges() -> None:
 def test_wide_offsets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     stand = Stand(TOY.but(policy=Few()), *ENGINES[-1])
     narrow = stand.run()
-    monkeypatch.setattr(decode_shares, "NARROW_BELOW", 0)
+    monkeypatch.setattr(launch, "NARROW_BELOW", 0)
     for a, b in zip(narrow, stand.run(), strict=True):
         assert torch.equal(a, b)
 
@@ -283,7 +283,7 @@ def test_drafts_leave_the_same_states_on_both_engines() -> None:
 def test_wide_offsets_give_drafts_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     stand = SeveralStand(CHAIN, *ENGINES[-1])
     narrow = stand.run("verify")
-    monkeypatch.setattr(decode_shares, "NARROW_BELOW", 0)
+    monkeypatch.setattr(launch, "NARROW_BELOW", 0)
     for a, b in zip(narrow, stand.run("verify"), strict=True):
         assert torch.equal(a, b)
 

@@ -14,7 +14,7 @@ from attnlab import _triton
 from attnlab.eager import oracle
 from attnlab.inspect.record import record
 from attnlab.inspect.resources import MLA
-from attnlab.kernels import decode_latent, decode_shares
+from attnlab.kernels import decode_latent, decode_shares, launch
 from attnlab.plan.policies.balanced import Balanced
 from attnlab.plan.policy import SharePolicy, SplitContext
 from attnlab.plan.splits import cut
@@ -104,7 +104,7 @@ def test_scratch_that_nobody_owns_never_reaches_an_output(engine: str, device: s
 def test_wide_offsets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     stand = Stand(MANY, *ENGINES[-1])
     narrow = stand.run()
-    monkeypatch.setattr(decode_shares, "NARROW_BELOW", 0)
+    monkeypatch.setattr(launch, "NARROW_BELOW", 0)
     for a, b in zip(narrow, stand.run(), strict=True):
         assert torch.equal(a, b)
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 from attnlab._boot import INTERPRETED
 from attnlab.inspect import resources
-from attnlab.kernels import extend_hopper
+from attnlab.kernels import extend_hopper, launch
 from attnlab.kernels.extend_hopper import HopperConfig, can_serve, has_tiles
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView
@@ -119,3 +119,11 @@ def test_other_storage_is_left_to_the_other(dtype: torch.dtype) -> None:
     x = torch.empty(2, 8, 128, dtype=dtype)
     assert not has_tiles(spec, KVView(k=x, v=x.clone()), torch.bfloat16)
     assert not has_tiles(spec, resources.GQA.view(), torch.float32)
+
+
+def test_wide_offsets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, launches: list[ExtendCall]) -> None:
+    case = next(case for case in MORE if case.id == "whole")
+    narrow = Stand(case, "triton", "cpu").run()
+    monkeypatch.setattr(launch, "NARROW_BELOW", 0)
+    for mine, other in zip(Stand(case, "triton", "cpu").run(), narrow, strict=True):
+        assert torch.equal(mine, other)

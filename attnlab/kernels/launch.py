@@ -12,6 +12,8 @@ from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView
 from attnlab.spec import AttentionSpec
 
+NARROW_BELOW = 2**31
+"""Elements of a storage whose offsets fit 32 bits."""
 _TL_DTYPES = {} if tl is None else {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -69,7 +71,8 @@ def slot_stride(view: KVView, x: Tensor) -> int:
 
 def narrow(*tensors: Tensor) -> bool:
     """Whether offsets into all of these fit 32 bits, which leaves kernels more registers than 64 do."""
-    return all(1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) < 2**31 for x in tensors)
+    extents = (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) for x in tensors)
+    return max(extents) < NARROW_BELOW
 
 
 def lifted(x: Tensor, target: Target) -> Tensor:
