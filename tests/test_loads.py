@@ -67,6 +67,12 @@ def test_the_target_has_the_tiles() -> None:
     assert loads.kv_bytes == 2 * 200 * TOKEN
 
 
+@pytest.mark.parametrize(("policy", "times"), [("static", 1), ("balanced", 2)])
+def test_even_shares_are_read_by_a_kernel_with_tiles_of_its_own(policy: str, times: int) -> None:
+    loads = verify_loads(bench([300], policy=policy), [200], [21], target=Target(kind="cuda", arch=80))
+    assert loads.kv_bytes == times * 200 * TOKEN
+
+
 def test_a_chain_has_no_mask_to_load() -> None:
     wb = bench([300])
     batch = attnlab.VerifyBatch.chain(rows=wb.table.rows, prefix=[200], drafts=4, device="cpu")

@@ -74,15 +74,23 @@ def test_verify_is_right(shape: str, features: str, mask: str, new: tuple[int, .
     Stand(case.but(**SHAPES[shape], **FEATURES[features]), "triton", "cuda").check("verify")
 
 
+FULL = (16, 9, 30)
 SHARED = [
-    *((shape, "plain", new) for shape in SHAPES for new in ((4, 3, 1), (8, 2, 5), (16, 9, 30))),
-    *((shape, features, (16, 9, 30)) for shape in ("128-128", "64-64", "256-256") for features in FEATURES),
-    *((shape, "everything", (4, 3, 1)) for shape in ("128-128", "128-fp8", "mla-576")),
+    *((shape, "plain", new, "chain") for shape in SHAPES for new in ((4, 3, 1), (8, 2, 5), FULL)),
+    *((shape, "plain", FULL, "random") for shape in SHAPES),
+    *(
+        (shape, features, FULL, mask)
+        for shape in ("128-128", "64-64", "256-256")
+        for features in FEATURES
+        for mask in ("chain", "random")
+        if features != "plain"
+    ),
+    *((shape, "everything", (4, 3, 1), "chain") for shape in ("128-128", "128-fp8", "mla-576")),
+    *(("128-128", "plain", new, "tree") for new in ((4, 3, 1), FULL)),
 ]
 
 
-@pytest.mark.parametrize("mask", ["chain", "tree", "random"])
-@pytest.mark.parametrize(("shape", "features", "new"), SHARED)
+@pytest.mark.parametrize(("shape", "features", "new", "mask"), SHARED)
 def test_verify_over_even_shares_is_right(shape: str, features: str, new: tuple[int, ...], mask: str) -> None:
     """Two shares a KV head, so that programs go on to other requests, through more tiles than are on their way."""
     case = BASE.but(id=f"{shape} {features} {new}", prefix=(437, 0, 450), new=new, mask=mask, policy=Few(count=2))

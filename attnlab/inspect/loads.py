@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnlab.kernels.target import Target
 from attnlab.kernels.verify import VerifyConfig
+from attnlab.kernels.verify_shares import VerifySharesConfig
 from attnlab.memory.pool import FP8
 from attnlab.plan.plans import DecodePlan, VerifyPlan
 from attnlab.spec import ModelSpec
@@ -31,7 +32,8 @@ class Loads:
     @classmethod
     def of(cls, plan: DecodePlan | VerifyPlan, *, model: ModelSpec, layer: int, target: Target = H200) -> Loads:
         """Count over a plan's schedule (waits for the device); the plan is of a backend that is not deterministic."""
-        spec, segments = model.layer(layer).attention, plan.lane(layer).schedule.segments.cpu().long()
+        spec, schedule = model.layer(layer).attention, plan.lane(layer).schedule
+        segments = schedule.segments.cpu().long()
         request, keys = segments[:, 0], segments[:, 3] - segments[:, 2]
         width = spec.qk_dim + (0 if model.mla else spec.v_dim)  # under MLA the values are columns of the keys
         masked = isinstance(plan, VerifyPlan) and plan.queries.cached_masked
@@ -65,5 +67,6 @@ def _tiles(
         return torch.full_like(queries, plan.lane(layer).schedule.head_tiles(spec.group))
     compute = torch.bfloat16 if kv_dtype == FP8 else kv_dtype  # as where queries come in the cache's dtype
     rows = plan.queries.most * spec.group
-    config = VerifyConfig.choose(spec, target, compute=compute, kv_dtype=kv_dtype, masked=masked, rows=rows)
-    return -(-queries * spec.group // config.block_m)
+    config = VerifySharesConfig if plan.lane(layer).schedule.persistent else VerifyConfig
+    chosen = config.choose(spec, target, compute=compute, kv_dtype=kv_dtype, masked=masked, rows=rows)
+    return -(-queries * spec.group // chosen.block_m)
