@@ -20,6 +20,7 @@ _HOME = {
     "tour": "attnlab.tour_command",
     "lab": "attnlab.lab",
     "doctor": "attnlab.doctor",
+    "bench": "attnlab.bench_command",
     "gallery": "attnlab.gallery",
     "trace": "attnlab.trace_command",
     "info": "attnlab.inspect.info",
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _lab_takes(command("lab", _lab, "open JupyterLab on the notebooks"))
     command("doctor", _doctor, "examine this installation, and say what to do about each trouble")
+    _bench_takes(command("bench", _bench, "time attnlab and its peers side by side, right results alone"))
     gallery = command("gallery", _gallery, "draw the README's pictures from the shipped data")
     gallery.add_argument("--out", type=Path, required=True, help="folder for the SVG files")
     trace = command("trace", _trace, "summarise a saved trace")
@@ -96,6 +98,26 @@ def _lab_takes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("jupyter", nargs="*", metavar="-- OPTION", help="what follows -- goes to JupyterLab as it is")
 
 
+def _bench_takes(parser: argparse.ArgumentParser) -> None:
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--cpu", action="store_true", help="time what runs without a GPU, beside its goals")
+    kind.add_argument(
+        "--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="hold two runs' files together"
+    )
+    kind.add_argument("--list", action="store_true", help="print the names of workloads and peers")
+    kind.add_argument("--curves", action="store_true", help="cost as requests, tokens, splits and pages grow, too")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="modes, groups or names, which may have a *"
+    )
+    parser.add_argument("--quick", action="store_true", help="the few workloads that say most")
+    parser.add_argument("--peers", nargs="+", metavar="NAME", help="those that take part (default: all)")
+    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="those that do not")
+    parser.add_argument("--seconds", type=float, help="begin no workload later than this")
+    parser.add_argument("--jobs", type=int, default=1, help="compile in so many processes first (default: %(default)s)")
+    parser.add_argument("--sglang", type=Path, metavar="FOLDER", help="SGLang's kernels/ops/attention, as files")
+    parser.add_argument("--out", type=Path, help="JSON file, written anew after every workload")
+
+
 def _tour(home: Any, args: argparse.Namespace) -> None:
     home.take_tour(args.out, trace=args.trace, requests=args.requests, seed=args.seed)
 
@@ -108,6 +130,29 @@ def _doctor(home: Any, args: argparse.Namespace) -> int:
     report = home.examine()
     home.print_report(report)
     return 1 if report.troubles else 0
+
+
+def _bench(home: Any, args: argparse.Namespace) -> int:
+    if args.list:
+        home.list_workloads(args.only, quick=args.quick)
+        return 0
+    if args.compare:
+        return int(home.bench_compare(*args.compare))
+    if args.cpu:
+        return int(home.bench_on_cpu(out=args.out, quick=args.quick))
+    return int(
+        home.bench_on_gpu(
+            only=args.only,
+            quick=args.quick,
+            curves=args.curves,
+            names=args.peers,
+            without=args.without,
+            seconds=args.seconds,
+            jobs=args.jobs,
+            sglang=args.sglang,
+            out=args.out,
+        )
+    )
 
 
 def _gallery(home: Any, args: argparse.Namespace) -> None:

@@ -41,6 +41,8 @@ FLOORS = {
     "bench": 6,
     "plots": 7,
     "explore": 8,
+    "bench_command": 9,
+    "bench_host": 9,
     "tour": 9,
     "tour_page": 9,
     "tour_command": 9,

@@ -19,7 +19,7 @@ from attnlab import graphs
 from attnlab.backend import AttentionBackend
 from attnlab.batch import DecodeBatch
 from attnlab.bench.decode import graph_time_us
-from attnlab.bench.peers import SglangMetadata
+from attnlab.bench.sglang_metadata import SglangMetadata
 from attnlab.checks import require
 from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.requests import RequestTable

@@ -1,0 +1,166 @@
+"""FlashInfer's batched wrappers over the same pages, where the package is installed: its second and third kernels.
+
+Written against FlashInfer 0.5. Its plan is made once and not timed, like attnlab's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnlab.bench.inputs import Inputs, offsets, tree_mask
+from attnlab.bench.peer import Call, Peer, Setting, imported, peer, unusual
+from attnlab.bench.workloads import Workload
+
+DIMS = {(64, 64), (128, 128), (192, 128), (256, 256)}
+"""Columns of keys and of values that its kernels are offered for."""
+LATENT = (576, 512)
+SCRATCH_BYTES = 512 << 20
+
+
+class FlashInfer:
+    """Its decode, prefill and MLA wrappers under one of its kernel families."""
+
+    def __init__(self, setting: Setting, family: str) -> None:
+        self.family, self.device = family, setting.device
+        self.problem = "runs on a GPU alone" if setting.device.type != "cuda" else ""
+        self.package: Any = None
+        if not self.problem:
+            self.package, self.problem = imported("flashinfer")
+
+    def declines(self, work: Workload) -> str | None:
+        """Decline without the package, and what the wrappers have no argument for."""
+        if self.problem:
+            return self.problem
+        spec = work.attention
+        what = unusual(work, but=("window", "soft cap", "tree", "fp8 keys", "MLA"))
+        if what is not None:
+            return f"these wrappers have no {what}"
+        columns = (spec.qk_dim, spec.v_dim)
+        if work.mla:
+            if columns != LATENT or work.tree or work.kv_dtype.itemsize == 1:
+                return "its MLA is offered for 512 + 64 columns in 16 bits, and chains"
+            return None
+        if columns not in DIMS:
+            return f"not offered for {spec.qk_dim} and {spec.v_dim} columns"
+        if self.family == "fa3" and (work.mode == "decode" or work.tree or work.kv_dtype.itemsize == 1):
+            return "fa3 is offered for prefill in 16 bits, without masks"
+        return None
+
+    def calls(self, inputs: Inputs) -> list[Call]:
+        """Return the one way, planned."""
+        if inputs.work.mla:
+            return [self._latent(inputs)]
+        return [self._decode(inputs) if inputs.work.mode == "decode" else self._prefill(inputs)]
+
+    def _scratch(self) -> Tensor:
+        return torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=self.device)
+
+    def _decode(self, inputs: Inputs) -> Call:
+        work, spec = inputs.work, inputs.work.attention
+        wrapper = self.package.BatchDecodeWithPagedKVCacheWrapper(
+            self._scratch(), "NHD", use_tensor_cores=True, backend=self.family
+        )
+        indptr, indices, last = _paged(inputs)
+        wrapper.plan(
+            indptr,
+            indices,
+            last,
+            spec.heads,
+            spec.kv_heads,
+            spec.qk_dim,
+            work.page_size,
+            window_left=-1 if spec.window is None else spec.window - 1,
+            logits_soft_cap=spec.softcap,
+            q_data_type=work.dtype,
+            kv_data_type=work.kv_dtype,
+            sm_scale=spec.scale,
+        )
+        return self._over_pages(inputs, wrapper)
+
+    def _prefill(self, inputs: Inputs) -> Call:
+        work, spec = inputs.work, inputs.work.attention
+        wrapper = self.package.BatchPrefillWithPagedKVCacheWrapper(self._scratch(), "NHD", backend=self.family)
+        indptr, indices, last = _paged(inputs)
+        mask = None
+        if work.tree:
+            own = tree_mask(work.tree)
+            rows = [torch.cat([own.new_ones(work.new, n), own], dim=1).flatten() for n in work.cached]
+            mask = torch.cat(rows).to(self.device)
+        wrapper.plan(
+            offsets([work.new] * work.requests, self.device),
+            indptr,
+            indices,
+            last,
+            spec.heads,
+            spec.kv_heads,
+            spec.qk_dim,
+            work.page_size,
+            head_dim_vo=spec.v_dim,
+            custom_mask=mask,
+            causal=mask is None,
+            window_left=-1 if spec.window is None else spec.window - 1,
+            logits_soft_cap=spec.softcap,
+            sm_scale=spec.scale,
+            q_data_type=work.dtype,
+            kv_data_type=work.kv_dtype,
+        )
+        return self._over_pages(inputs, wrapper)
+
+    def _over_pages(self, inputs: Inputs, wrapper: Any) -> Call:
+        size, view, out = inputs.work.page_size, inputs.pool.view(0), _output(inputs)
+        paged = tuple(x.view(-1, size, *x.shape[1:]) for x in (view.k, view.v))
+        return Call(run=lambda: wrapper.run(inputs.q, paged, out=out))
+
+    def _latent(self, inputs: Inputs) -> Call:
+        work, spec = inputs.work, inputs.work.attention
+        wrapper = self.package.mla.BatchMLAPagedAttentionWrapper(self._scratch(), backend=self.family)
+        indptr, indices, _ = _paged(inputs)
+        rope = spec.qk_dim - spec.v_dim
+        wrapper.plan(
+            offsets([work.new] * work.requests, self.device),
+            indptr,
+            indices,
+            torch.tensor(work.lens, dtype=torch.int32, device=self.device),
+            spec.heads,
+            spec.v_dim,
+            rope,
+            work.page_size,
+            work.new > 1,
+            spec.scale,
+            work.dtype,
+            work.kv_dtype,
+        )
+        rows = inputs.pool.view(0).k.view(-1, work.page_size, spec.qk_dim)
+        kept, turned = rows[..., : spec.v_dim], rows[..., spec.v_dim :]
+        q_kept, q_turned = (x.contiguous() for x in inputs.q.split([spec.v_dim, rope], dim=-1))
+        out = _output(inputs)
+        return Call(run=lambda: wrapper.run(q_kept, q_turned, kept, turned, out=out))
+
+
+def _paged(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return offsets, pages and the tokens in each last page, int32."""
+    work = inputs.work
+    indptr = offsets([len(pages) for pages in inputs.pages], inputs.device)
+    last = [(n - 1) % work.page_size + 1 for n in work.lens]
+    return indptr, torch.cat(inputs.pages).int(), torch.tensor(last, dtype=torch.int32, device=inputs.device)
+
+
+def _output(inputs: Inputs) -> Tensor:
+    work, spec = inputs.work, inputs.work.attention
+    shape = (work.queries, spec.heads, spec.v_dim)
+    return torch.full(shape, float("nan"), dtype=work.dtype, device=inputs.device)
+
+
+@peer("flashinfer-fa2")
+def fa2(setting: Setting) -> Peer:
+    """Return its kernels for all recent GPUs."""
+    return FlashInfer(setting, "fa2")
+
+
+@peer("flashinfer-fa3")
+def fa3(setting: Setting) -> Peer:
+    """Return its kernels for Hopper."""
+    return FlashInfer(setting, "fa3")

@@ -1,0 +1,55 @@
+"""Compile ahead, in processes of their own: kernels that were compiled once come from the caches on disk.
+
+Triton's, Inductor's and FlashInfer's compilers keep what they made on disk, where the run that is timed finds it.
+Nothing is timed here, and nothing is believed: what fails here fails again in the run, which says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+
+import torch
+
+from attnlab.bench.inputs import Inputs
+from attnlab.bench.peer import Setting, peers
+from attnlab.bench.run import release
+from attnlab.bench.workloads import Workload
+
+
+def warm(
+    workloads: Sequence[Workload],
+    *,
+    names: Sequence[str],
+    setting: Setting,
+    jobs: int,
+    on_done: Callable[[str], None] = lambda name: None,
+) -> None:
+    """Run every workload once through every peer in `jobs` processes; `on_done` is told the name of each."""
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        waiting = {pool.submit(compile_for, work, tuple(names), setting): work.name for work in workloads}
+        for future in as_completed(waiting):
+            if isinstance(future.exception(), BrokenProcessPool):
+                return  # a process died: the run compiles what is missing
+            on_done(waiting[future])
+
+
+def compile_for(work: Workload, names: Sequence[str], setting: Setting) -> None:
+    """Run a workload once through each peer, whatever happens to the others."""
+    with torch.no_grad():
+        try:
+            inputs = Inputs(work, setting.device)
+        except Exception:  # of whatever type: the run says it
+            return
+        for name in names:
+            try:
+                peer = peers.get(name)(setting)
+                if peer.declines(work) is None:
+                    for call in peer.calls(inputs):
+                        call.run()
+            except Exception:  # of whatever type: the run says it
+                continue
+        del inputs
+        release(setting.device)
