@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,11 +56,13 @@ def bench_on_gpu(
         GraphTimer(),
         _console(),
     )
+    begin = time.monotonic()
     with _progress(console) as progress:
         if jobs > 1:
             task = progress.add_task("compiling", total=len(works))
             told = lambda name: progress.update(task, description=f"compiled {name}", advance=1)  # noqa: E731
-            warm(works, names=taking, setting=setting, jobs=jobs, on_done=told)
+            half = None if seconds is None else seconds / 2
+            warm(works, names=taking, setting=setting, jobs=jobs, seconds=half, on_done=told)
         task = progress.add_task("timing", total=len(works))
 
         def on_row(result: Result) -> None:
@@ -68,7 +71,8 @@ def bench_on_gpu(
             if out is not None:
                 result.save(out)
 
-        result = run(works, names=taking, setting=setting, timer=timer, on_row=on_row, seconds=seconds)
+        left = None if seconds is None else seconds - (time.monotonic() - begin)
+        result = run(works, names=taking, setting=setting, timer=timer, on_row=on_row, seconds=left)
     if out is not None:
         result.save(out)
     report(result, console)

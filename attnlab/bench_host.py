@@ -10,13 +10,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+import attnlab
 from attnlab._boot import INTERPRETED
 from attnlab.batch import DecodeBatch
 from attnlab.bench.inputs import Inputs
@@ -122,21 +122,14 @@ def _milliseconds(call: Callable[[], object]) -> list[float]:
 
 
 def _started(*arguments: str) -> float:
-    """Return the seconds that a new Python takes for something."""
+    """Return the seconds that a new Python takes for something with this very attnlab."""
     begin = time.perf_counter()
-    with _nowhere() as folder:
-        done = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True)
+    home = Path(attnlab.__file__).parent.parent
+    done = subprocess.run([sys.executable, *arguments], cwd=home, capture_output=True, text=True)
     seconds = time.perf_counter() - begin
     last = (done.stderr.strip().splitlines() or [""])[-1]
     require(done.returncode == 0, f"python {' '.join(arguments)}: {last}", RuntimeError)
     return seconds
-
-
-@contextmanager
-def _nowhere() -> Iterator[Path]:
-    """Give a folder that no package is imported from by accident."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
 
 
 def _goal(name: str, times: list[float], goal: float | None, unit: str) -> Goal:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import attnlab
 from attnlab import bench
 from attnlab.bench.compare import compare_runs
 from attnlab.bench.inputs import Inputs, tree_mask
@@ -25,7 +26,9 @@ from attnlab.bench.timing import Held, WallTimer
 from attnlab.bench.workloads import GQA, TABLE, Workload, chosen, curves, models, workloads
 from attnlab.bench_command import declined
 from attnlab.cli import main
+from attnlab.plots.style import THEMES
 from attnlab.spec import ModelSpec
+from tests.test_plots import faults
 
 CPU = Setting(device=torch.device("cpu"), engine="eager")
 RIGHT = ("attnlab", "attnlab-seed", "sdpa", "flex")
@@ -429,3 +432,48 @@ def test_workloads_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_usual_attention_has_grouped_heads() -> None:
     assert (GQA.heads, GQA.kv_heads, GQA.qk_dim) == (32, 8, 128)
+
+
+def on_curves() -> Result:
+    """Rows of two curves, by hand: twice the work takes twice the time."""
+    flat = result({f"{group}-{x}": 2.0 * x for group in ("curve-batch", "curve-context") for x in (1, 2, 4)})
+    rows = [replace(row, group=row.name.rpartition("-")[0], x=float(row.name.rpartition("-")[2])) for row in flat.rows]
+    return replace(flat, rows=tuple(rows))
+
+
+GOALS = (Goal(name="import", measured=1.0, goal=2.0, unit="s"), Goal(name="tour", measured=90.0, goal=60.0, unit="s"))
+
+
+@pytest.mark.parametrize(
+    ("shown", "title"),
+    [
+        (result({"a": 2.0, "b": 1.0}), "attnlab reaches up to 100% of the ceiling"),
+        (on_curves(), "4.0× the requests, 4.0× the time: how the cost of a decode grows"),
+        (replace(result({}), goals=GOALS), "1 of 2 goals are met; tour is not"),
+    ],
+    ids=["rows", "curves", "goals"],
+)
+@pytest.mark.parametrize("theme", THEMES)
+def test_a_result_is_shown(shown: Result, title: str, theme: str) -> None:
+    picture = attnlab.show(shown)
+    assert picture.title == title and picture.alt.endswith(".")
+    assert not faults(picture.figure(theme))
+
+
+def test_a_picture_of_rows_says_on_how_many_attnlab_is_the_fastest() -> None:
+    one = result({"a": 2.0, "b": 2.0})
+    slow, quick = (Timed(peer="sdpa", median_us=us, low_us=us, high_us=us, error=0.0) for us in (4.0, 1.0))
+    rows = [replace(row, timed=(*row.timed, other)) for row, other in zip(one.rows, (slow, quick), strict=True)]
+    picture = attnlab.show(replace(one, rows=tuple(rows)))
+    assert picture.title.endswith("and is the fastest on 1 of 2 workloads")
+    assert "a: 2.0 us, 50% of the ceiling, 0.50 of sdpa's time." in picture.alt
+    assert not faults(picture.figure("dark"))
+
+
+def test_what_a_result_does_not_have_is_not_drawn() -> None:
+    with pytest.raises(ValueError, match="kind: the result has no curves"):
+        attnlab.show(result({"a": 2.0}), kind="curves")
+    with pytest.raises(ValueError, match="the result has no rows"):
+        attnlab.show(result({}))
+    with pytest.raises(ValueError, match="a picture shows 1 result, got 2"):
+        attnlab.show(result({"a": 2.0}), result({"a": 2.0}))

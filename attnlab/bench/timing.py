@@ -14,7 +14,7 @@ from torch import Tensor
 
 ROUNDS, MOST_REPLAYS, LEAST_REPLAYS = 5, 20, 2
 """Turns that each engine takes, and replays in one of them."""
-TURN_US = 20_000.0
+TURN_US = 10_000.0
 """About how long a turn is."""
 SWEPT_BYTES = 256 << 20
 """Read before a cold replay: more than any L2 cache holds."""

@@ -25,15 +25,22 @@ def warm(
     names: Sequence[str],
     setting: Setting,
     jobs: int,
+    seconds: float | None = None,
     on_done: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Run every workload once through every peer in `jobs` processes; `on_done` is told the name of each."""
+    """Run every workload once through every peer in `jobs` processes; `on_done` is told the name of each.
+
+    After `seconds` none is begun: the run compiles what is missing, as it does where a process died.
+    """
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         waiting = {pool.submit(compile_for, work, tuple(names), setting): work.name for work in workloads}
-        for future in as_completed(waiting):
-            if isinstance(future.exception(), BrokenProcessPool):
-                return  # a process died: the run compiles what is missing
-            on_done(waiting[future])
+        try:
+            for future in as_completed(waiting, timeout=seconds):
+                if isinstance(future.exception(), BrokenProcessPool):
+                    return
+                on_done(waiting[future])
+        except TimeoutError:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def compile_for(work: Workload, names: Sequence[str], setting: Setting) -> None:

@@ -86,7 +86,7 @@ def chart(
         made.append(_Panel(x=xs, lines=values, head=head, xlabel=xlabel, ylabel=ylabels[number], log=log, ylim=ylim))
 
     def draw(theme: Theme) -> Figure:
-        with matplotlib.rc_context(_rc(theme)):
+        with matplotlib.rc_context(line_rc(theme)):
             return _figure(theme, title, made)
 
     return Picture(draw=draw, title=title, alt=" ".join(panel.words for panel in made), theme=theme_of(theme).name)
@@ -149,7 +149,7 @@ class _Panel:
             axis.set_major_locator(FixedLocator([at for at in axis.get_majorticklocs() if ends[0] <= at <= ends[1]]))
 
 
-def _rc(theme: Theme) -> dict[str, Any]:
+def line_rc(theme: Theme) -> dict[str, Any]:
     """Return what lines and their names need beside the look of all pictures."""
     colors = [ink_of(theme.requests[number], theme) for number in HUES]
     return {

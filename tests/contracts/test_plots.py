@@ -25,6 +25,7 @@ from attnlab.plots.picture import Picture
 from attnlab.plots.schedule_view import schedule_views
 from attnlab.plots.show import show
 from attnlab.plots.style import THEMES
+from tests.test_bench_run import result as bench_result
 from tests.test_plots import faults
 
 
@@ -57,6 +58,7 @@ def examples() -> dict[str, Any]:
         *(verified, TreeView.of(verified, request=0, layer=18)),
         *(graph, GraphView.of(graph)),
         *(drafted, DraftView.of(drafted, request=0, layer=18)),
+        bench_result({"decode-64x4k": 12.0, "decode-1x8k": 3.0}),
         WindowView.of(pool=wb.pool, table=table, model=wb.model, plan=plan, request=0, layer=18),
     ]
     return {f"{type(value).__module__}.{type(value).__qualname__}": value for value in values}
