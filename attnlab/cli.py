@@ -105,7 +105,7 @@ def _bench_takes(parser: argparse.ArgumentParser) -> None:
         "--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="hold two runs' files together"
     )
     kind.add_argument("--list", action="store_true", help="print the names of workloads and peers")
-    kind.add_argument("--curves", action="store_true", help="cost as requests, tokens, splits and pages grow, too")
+    kind.add_argument("--curves", action="store_true", help="cost as requests, tokens, splits and pages grow")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="NAME", help="modes, groups or names, which may have a *"
     )

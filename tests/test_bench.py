@@ -1,28 +1,479 @@
-"""What is timed is right, before it is timed: small shapes of every kind on the CPU."""
+"""The benchmark's whole path on a CPU: tiny workloads, eager; wrong results caught, JSON, comparisons."""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from attnlab.bench.several import SHAPES, Call, Shape
-from tests.tolerances import OUTPUT
+import attnlab
+from attnlab import bench
+from attnlab.bench.compare import compare_runs
+from attnlab.bench.inputs import Inputs, tree_mask
+from attnlab.bench.peer import Call, Peer, Setting, peer, peers
+from attnlab.bench.peers.flashinfer import _paged
+from attnlab.bench.peers.sglang import FILES, Kernels
+from attnlab.bench.result import Ceilings, Goal, Machine, NotTimed, Result, Row, Timed
+from attnlab.bench.run import run
+from attnlab.bench.timing import Held, WallTimer
+from attnlab.bench.workloads import GQA, TABLE, Workload, chosen, curves, models, workloads
+from attnlab.bench_command import declined
+from attnlab.cli import main
+from attnlab.plots.style import THEMES
+from attnlab.spec import ModelSpec
+from tests.test_plots import faults
+
+CPU = Setting(device=torch.device("cpu"), engine="eager")
+RIGHT = ("attnlab", "attnlab-seed", "sdpa", "flex")
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.name} {shape.new} {shape.policy}")
-def test_what_is_timed_agrees_with_the_oracle(shape: Shape) -> None:
-    small = replace(shape, requests=2, cached=min(shape.cached, 60), new=min(shape.new, 9), dtype=torch.float32)
-    small = replace(small, window=None if shape.window is None else 7)
-    call = Call.of(small, engine="eager", device="cpu", multiprocessors=132)
-    call.run()
-    assert call.error() < 10 * OUTPUT[torch.float32]["atol"]
+class Once:
+    """A clock that runs a call once, and says that it took as many microseconds as it was held before."""
+
+    name, rounds = "once", 1
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def hold(self, call: Callable[[], Any]) -> Held:
+        self.count += 1
+        return _Held(call, float(self.count))
 
 
-def test_flops_and_bytes_are_counted() -> None:
-    shape = Shape(name="", requests=2, cached=10, new=3, heads=4, kv_heads=2, qk_dim=8, v_dim=4)
-    pairs = 11 + 12 + 13
-    assert shape.flops == 2 * pairs * (8 + 4) * 2 * 4
-    assert shape.kv_bytes == 2 * 10 * 2 * (8 + 4) * 2
-    assert replace(shape, window=11).flops == 2 * 33 * (8 + 4) * 2 * 4
+class _Held:
+    def __init__(self, call: Callable[[], Any], time_us: float) -> None:
+        self.call, self.time_us, self.answer = call, time_us, None
+
+    def repeat(self, *, cold: bool) -> list[float]:
+        self.answer = self.call()
+        return [self.time_us]
+
+
+def small(work: Workload) -> Workload:
+    """The same kind of work, in milliseconds: two requests of a few tokens, two heads a group."""
+    spec = work.attention
+    kv_heads = min(spec.kv_heads, 2)
+    mine = replace(spec, kv_heads=kv_heads, heads=kv_heads * min(spec.group, 2))
+    mine = replace(mine, window=None if spec.window is None else 7)
+    cached = tuple(min(n, 9 + 20 * (n == max(work.cached))) for n in work.cached[:2])
+    kv_dtype = work.kv_dtype if work.kv_dtype.itemsize == 1 else torch.float32
+    new = work.new if work.tree else min(work.new, 5)
+    return replace(work, attention=mine, cached=cached, new=new, dtype=torch.float32, kv_dtype=kv_dtype)
+
+
+def timed_by(name: str, work: Workload | None = None, **settings: Any) -> Result:
+    works = [small(TABLE[1]) if work is None else work]
+    return run(works, names=[name], setting=replace(CPU, **settings), timer=Once())
+
+
+@pytest.fixture
+def lone() -> Iterator[Callable[[Peer], str]]:
+    """Registers a peer for one test."""
+    before = dict(peers._items), dict(peers._owners)
+
+    def add(made: Peer) -> str:
+        peer("of-a-test")(lambda setting: made)
+        return "of-a-test"
+
+    yield add
+    peers._items, peers._owners = before
+
+
+class Answers:
+    """A peer that gives these answers, one after the other."""
+
+    def __init__(self, *answers: Callable[[Inputs], Tensor]) -> None:
+        self.answers = list(answers)
+
+    def declines(self, work: Workload) -> str | None:
+        return None
+
+    def calls(self, inputs: Inputs) -> list[Call]:
+        return [Call(run=lambda: self.answers.pop(0)(inputs))]
+
+
+def right(inputs: Inputs) -> Tensor:
+    (call,) = peers.get("attnlab")(CPU).calls(inputs)
+    out = call.run()
+    assert isinstance(out, Tensor)
+    return out
+
+
+def zeros(inputs: Inputs) -> Tensor:
+    return torch.zeros_like(right(inputs))
+
+
+def raises(inputs: Inputs) -> Tensor:
+    raise RuntimeError("no\nluck")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_work() -> Iterator[None]:
+    """On one thread; and FlexAttention goes not even through Dynamo, which takes seconds a shape."""
+    with pytest.MonkeyPatch.context() as patch:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # so little work is done sooner alone
+        patch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+        yield
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Result:
+    """Every workload of the table, small, through all peers that run here."""
+    return run([small(work) for work in TABLE], names=peers.names(), setting=CPU, timer=Once())
+
+
+def test_all_peers_that_run_here_are_right_on_every_workload(tiny: Result) -> None:
+    assert [row.name for row in tiny.rows] == [work.name for work in TABLE]
+    for row in tiny.rows:
+        assert [other for other in row.not_timed if other.reason != "declined"] == [], row.name
+        assert row.time_of("attnlab") is not None, row.name
+        assert {one.peer for one in row.timed} | {other.peer for other in row.not_timed} == set(peers.names())
+        assert all(one.error < 1e-3 for one in row.timed)
+
+
+def test_who_does_not_run_a_row_says_why(tiny: Result) -> None:
+    lines = declined(tiny)
+    assert "flashinfer-fa2 declined all rows: runs on a GPU alone" in lines
+    assert "sdpa declined decode-64x4k-fp8: torch's function has no fp8 keys" in lines
+
+
+def test_kernels_are_timed_as_well_where_they_are_interpreted() -> None:
+    work = replace(small(TABLE[0]), cached=(40, 9))
+    assert timed_by("attnlab", work, engine="triton").rows[0].time_of("attnlab") is not None
+
+
+def test_a_wall_clock_times_calls_in_turns() -> None:
+    row = run([small(TABLE[1])], names=["attnlab", "sdpa"], setting=CPU, timer=WallTimer()).rows[0]
+    for one in row.timed:
+        assert 0 < one.low_us <= one.median_us <= one.high_us
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason", "why"),
+    [
+        ((zeros,), "wrong", "query 0 of request 0 is off by"),
+        ((lambda inputs: right(inputs)[:, :1],), "wrong", "expected an output of (1, 4, 128), got (1, 1, 128)"),
+        ((lambda inputs: right(inputs) * float("nan"),), "wrong", "is off by nan"),
+        ((right, *(zeros,) * 9), "wrong", "when repeated, query 0 of request 0 is off by"),
+        ((raises,), "failed", "RuntimeError: no luck"),
+    ],
+    ids=["zeros", "another shape", "nan", "wrong when repeated", "raises"],
+)
+def test_what_is_not_right_is_not_timed(
+    answers: tuple[Callable[[Inputs], Tensor], ...], reason: str, why: str, lone: Callable[[Peer], str]
+) -> None:
+    row = timed_by(lone(Answers(*answers))).rows[0]
+    assert row.timed == ()
+    (other,) = row.not_timed
+    assert other.reason == reason and why in other.why
+
+
+def test_a_missing_key_is_a_wrong_result(lone: Callable[[Peer], str]) -> None:
+    """The bound is a share of the output, which is small where many keys are: nothing absolute would see it."""
+
+    def without_the_first(inputs: Inputs) -> Tensor:
+        slots, spec = inputs.slots(0)[1:], inputs.work.attention
+        k, v = inputs.pool.view(0).k[slots], inputs.pool.view(0).v[slots]
+        k, v = (x.repeat_interleave(spec.group, dim=1) for x in (k, v))
+        weights = torch.softmax(torch.einsum("qhd,khd->qhk", inputs.q, k) * spec.scale, dim=-1)
+        return torch.einsum("qhk,khd->qhd", weights, v)
+
+    work = replace(small(TABLE[1]), cached=(3000,))
+    row = timed_by(lone(Answers(*(without_the_first,) * 2)), work).rows[0]
+    assert [other.reason for other in row.not_timed] == ["wrong"]
+
+
+def test_a_workload_that_cannot_be_built_is_a_row_without_times() -> None:
+    work = replace(small(TABLE[1]), mla=True)  # whose values would be columns of a key, of which it has too few
+    work = replace(work, attention=replace(work.attention, v_dim=256))
+    (other,) = timed_by("attnlab", work).rows[0].not_timed
+    assert other.reason == "failed" and other.why.startswith("the workload could not be built: ValueError")
+
+
+def test_the_quickest_of_several_ways_counts(lone: Callable[[Peer], str]) -> None:
+    class Ways:
+        def declines(self, work: Workload) -> str | None:
+            return None
+
+        def calls(self, inputs: Inputs) -> list[Call]:
+            return [Call(run=lambda: right(inputs), variant=name) for name in ("first", "second")]
+
+    (one,) = timed_by(lone(Ways())).rows[0].timed
+    assert one.variant == "first"  # `Once` says that it takes less
+
+
+def test_no_workload_is_begun_after_the_seconds_and_what_there_is_comes_after_each_row() -> None:
+    seen: list[int] = []
+    works = [small(TABLE[1]), small(TABLE[2])]
+    result = run(
+        works,
+        names=["attnlab"],
+        setting=CPU,
+        timer=Once(),
+        seconds=1e-9,
+        on_row=lambda result: seen.append(len(result.rows)),
+    )
+    assert (result.left_out, seen) == ((TABLE[1].name, TABLE[2].name), [])
+    run(works, names=["attnlab"], setting=CPU, timer=Once(), on_row=lambda result: seen.append(len(result.rows)))
+    assert seen == [1, 2]
+
+
+@pytest.mark.parametrize("work", [small(work) for work in TABLE], ids=lambda work: work.name)
+def test_pairs_and_bytes_are_those_that_a_mask_shows(work: Workload) -> None:
+    sight, pairs, keys = work.attention.sight, 0, 0
+    for r, cached in enumerate(work.cached):
+        mask = torch.zeros(work.new, work.lens[r], dtype=torch.bool)
+        for i in range(work.new):
+            at = work.position(r, i)
+            mask[i, int(sight.first(at)) : at + 1] = True
+            if work.tree:
+                mask[i, cached:] = tree_mask(work.tree)[i]
+        pairs, keys = pairs + int(mask.sum()), keys + int(mask.any(0).sum())
+    spec = work.attention
+    width = spec.qk_dim + (0 if work.mla else spec.v_dim)
+    assert work.pairs == pairs
+    assert work.flops == 2 * (spec.qk_dim + spec.v_dim) * spec.heads * pairs
+    assert work.kv_bytes == keys * width * spec.kv_heads * work.kv_dtype.itemsize
+
+
+def test_workloads_have_names_of_their_own_and_words_choose_them() -> None:
+    names = [work.name for work in workloads()]
+    assert len(set(names)) == len(names)
+    assert {work.mode for work in chosen(quick=True)} == {"decode", "extend", "unified", "verify"}
+    assert [work.name for work in chosen(["verify-8x8*"])] == ["verify-8x8+16k"]
+    assert {work.group for work in chosen(["decode"])} == {"table", "traffic"}
+    assert {work.group for work in chosen(["curve-batch", "models"])} == {"curve-batch", "models"}
+    with pytest.raises(ValueError, match="only: 'decoed' names no workload; say curve-batch"):
+        chosen(["decoed"])
+    with pytest.raises(ValueError, match="none of the quick workloads is named by models"):
+        chosen(["models"], quick=True)
+
+
+def test_every_model_with_whole_data_has_a_workload() -> None:
+    found = {work.name.removeprefix("model-").removesuffix("-full").removesuffix("-sliding") for work in models()}
+    assert set(ModelSpec.names()) - found == {"Command-R7B-class (Cohere2 defaults)"}
+    assert sum(work.attention.has_sinks for work in models()) == 4  # both kinds of layer of both gpt-oss
+
+
+def test_what_only_models_have_is_timed_too() -> None:
+    kinds = {work.name: small(work) for work in models()}
+    names = ("model-gpt-oss-20b-sliding", "model-Gemma-2-2b-full", "model-Grok-2")
+    works = [replace(kinds[name], cached=(3000 if "Grok" in name else 40, 9)) for name in names]
+    for row in run(works, names=RIGHT, setting=CPU, timer=Once()).rows:
+        assert [other.why for other in row.not_timed if other.reason != "declined"] == []
+        assert row.time_of("attnlab") is not None
+
+
+def test_along_a_curve_one_thing_grows() -> None:
+    groups = {work.group for work in curves()}
+    assert groups == {"curve-batch", "curve-context", "curve-splits", "curve-pages"}
+    for group in groups:
+        xs = [work.x for work in curves() if work.group == group]
+        assert xs == sorted(xs, key=lambda x: x or 0.0) and None not in xs
+    work = next(work for work in curves() if work.splits == 4)
+    row = timed_by("attnlab", replace(small(work), cached=(200,))).rows[0]
+    assert row.time_of("attnlab") is not None and row.x == 4.0
+
+
+def test_pages_hold_a_requests_slots() -> None:
+    work = replace(small(TABLE[0]), page_size=4, cached=(9, 8))
+    inputs = Inputs(work, "cpu")
+    indptr, pages, last = _paged(inputs)
+    assert (indptr.tolist(), last.tolist()) == ([0, 3, 5], [1, 4])
+    for r in range(2):
+        slots = (pages[indptr[r] : indptr[r + 1], None].long() * 4 + torch.arange(4)).flatten()
+        assert torch.equal(slots[: work.lens[r]], inputs.slots(r))
+
+
+def test_files_of_sglang_are_imported_without_the_rest_of_it(tmp_path: Path) -> None:
+    text = (
+        "from sglang.srt.environ import envs\nfrom sglang.srt.utils import is_hip\n"
+        "def decode_attention_fwd():\n    return is_hip(), envs.ANYTHING.get()\n"
+    )
+    for file in FILES:
+        (tmp_path / f"{file}.py").write_text(text if file == "decode_attention" else "")
+    setting = Setting(device=torch.device("cuda"), engine="triton", sglang=tmp_path)
+    kernels = Kernels(setting)
+    assert kernels.problem == "" and kernels["decode_attention_fwd"]() == (False, False)
+    assert not [name for name in sys.modules if name.split(".")[0] == "sglang"]
+    (tmp_path / "extend_attention.py").write_text("import nowhere_to_be_found")
+    assert "nowhere_to_be_found" in Kernels(setting).problem
+    (tmp_path / "extend_attention.py").unlink()
+    with pytest.raises(ValueError, match="sglang: expected extend_attention.py in"):
+        Kernels(setting)
+
+
+def test_a_package_that_is_not_there_is_a_reason() -> None:
+    setting = replace(CPU, device=torch.device("cuda"))
+    why = peers.get("flashinfer-fa2")(setting).declines(TABLE[0])
+    assert why == "not installed" or why is None
+    assert peers.get("sglang")(CPU).declines(TABLE[0]) == "runs on a GPU alone"
+
+
+def result(times: dict[str, float], *, noise: float = 0.0, goals: tuple[Goal, ...] = ()) -> Result:
+    """A result of one peer, by hand."""
+    rows = tuple(
+        Row(
+            name=name,
+            mode="decode",
+            group="table",
+            shape="",
+            kv_bytes=4_000_000,
+            flops=8,
+            checked="some",
+            timed=(Timed(peer="attnlab", median_us=time, low_us=time, high_us=time * (1 + noise), error=0.0),),
+            not_timed=(NotTimed(peer="flex", reason="declined", why="no"),),
+        )
+        for name, time in times.items()
+    )
+    machine = Machine(device="a GPU", multiprocessors=4, versions={}, commit=None, when="now", timer="once")
+    most = Ceilings(copy_tb_s=4.0, read_tb_s=4.0, matmul_tflop_s=800.0)
+    return Result(machine=machine, ceilings=most, rows=rows, goals=goals)
+
+
+def test_a_result_is_read_back_as_it_was(tmp_path: Path, tiny: Result) -> None:
+    for number, one in enumerate((tiny, result({"a": 2.0}, goals=(Goal(name="g", measured=1, goal=None, unit="s"),)))):
+        one.save(tmp_path / f"{number}.json")
+        assert bench.load(tmp_path / f"{number}.json") == one
+
+
+def test_a_result_knows_rates_and_shares_of_the_ceiling() -> None:
+    one = result({"a": 2.0})
+    assert one.ceiling_share(one.row("a"), "attnlab") == 0.5
+    assert one.ceiling_share(one.row("a"), "flex") is None
+    assert one.row("a").tb_s == {"attnlab": 2.0}
+    with pytest.raises(ValueError, match="row: the result has a, got 'b'"):
+        one.row("b")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda content: "{", "is no JSON file"),
+        (lambda content: "[]", "expected format 'attnlab bench 1', got None"),
+        (lambda content: json.dumps({**content, "format": "x"}), "got 'x'; attnlab bench --out writes one"),
+        (lambda content: json.dumps({**content, "rows": [{}]}), "is damaged: it has no 'timed'"),
+        (lambda content: json.dumps({**content, "machine": {}}), "is damaged: "),
+        (lambda content: json.dumps({**content, "more": 1, "rows": 3}), "is damaged: "),
+        (lambda content: json.dumps(content).replace("2.0", '"2.0"', 1), "expected a number, got '2.0'"),
+        (lambda content: json.dumps(content).replace("2.0", "NaN", 1), "NaN is no number"),
+        (lambda content: json.dumps(content).replace("declined", "asleep"), "reason: expected one of"),
+    ],
+)
+def test_a_file_that_is_no_result_is_an_error(
+    change: Callable[[dict[str, Any]], str], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.json"
+    result({"a": 2.0}).save(path)
+    path.write_text(change(json.loads(path.read_text())))
+    with pytest.raises(ValueError, match="result: ") as raised:
+        bench.load(path)
+    assert words in str(raised.value)
+
+
+def test_two_runs_are_compared_by_more_than_noise() -> None:
+    before = result({"same": 100.0, "slower": 100.0, "faster": 100.0, "gone": 1.0})
+    after = result({"same": 102.0, "slower": 104.0, "faster": 90.0, "new": 1.0})
+    comparison = compare_runs(before, after)
+    assert [(c.name, c.verdict) for c in comparison.changes] == [
+        ("same", "as before"),
+        ("slower", "slower"),
+        ("faster", "faster"),
+    ]
+    assert comparison.only_before == (("gone", "attnlab"),) and comparison.only_after == (("new", "attnlab"),)
+    noisy = compare_runs(before, result({"slower": 104.0}, noise=0.1))
+    assert noisy.slower == ()
+
+
+def test_the_command_compares_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, time in (("a", 100.0), ("b", 120.0)):
+        result({"row": time}, goals=(Goal(name="import", measured=time, goal=2.0, unit="s"),)).save(tmp_path / name)
+    assert main(["bench", "--compare", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
+    assert main(["bench", "--compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    said = capsys.readouterr().out
+    assert "1.200" in said and "2 of 2 times are slower by more than noise" in said
+    assert main(["bench", "--compare", str(tmp_path / "a"), str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said where there is no GPU")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "there is no GPU here; attnlab bench --cpu times what runs without one"),
+        (["--only", "nothing"], "only: 'nothing' names no workload"),
+        (["--peers", "nobody"], "--peers: expected some of attnlab"),
+        (["--jobs", "0"], "--jobs: expected at least 1, got 0"),
+        (["--seconds", "0"], "--seconds: expected more than 0, got 0"),
+        (["--out", "no/such/folder/x.json"], "--out: there is no folder"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+
+
+def test_workloads_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--list", "--only", "verify"]) == 0
+    said = capsys.readouterr().out
+    assert "verify-8x8+16k" in said and "decode-1x8k" not in said and "peers: attnlab, attnlab-seed" in said
+
+
+def test_the_usual_attention_has_grouped_heads() -> None:
+    assert (GQA.heads, GQA.kv_heads, GQA.qk_dim) == (32, 8, 128)
+
+
+def on_curves() -> Result:
+    """Rows of two curves, by hand: twice the work takes twice the time."""
+    flat = result({f"{group}-{x}": 2.0 * x for group in ("curve-batch", "curve-context") for x in (1, 2, 4)})
+    rows = [replace(row, group=row.name.rpartition("-")[0], x=float(row.name.rpartition("-")[2])) for row in flat.rows]
+    return replace(flat, rows=tuple(rows))
+
+
+GOALS = (Goal(name="import", measured=1.0, goal=2.0, unit="s"), Goal(name="tour", measured=90.0, goal=60.0, unit="s"))
+
+
+@pytest.mark.parametrize(
+    ("shown", "title"),
+    [
+        (result({"a": 2.0, "b": 1.0}), "attnlab reaches up to 100% of the ceiling"),
+        (on_curves(), "4.0× the requests, 4.0× the time: how the cost of a decode grows"),
+        (replace(result({}), goals=GOALS), "1 of 2 goals are met; tour is not"),
+    ],
+    ids=["rows", "curves", "goals"],
+)
+@pytest.mark.parametrize("theme", THEMES)
+def test_a_result_is_shown(shown: Result, title: str, theme: str) -> None:
+    picture = attnlab.show(shown)
+    assert picture.title == title and picture.alt.endswith(".")
+    assert not faults(picture.figure(theme))
+
+
+def test_a_picture_of_rows_says_on_how_many_attnlab_is_the_fastest() -> None:
+    one = result({"a": 2.0, "b": 2.0})
+    slow, quick = (Timed(peer="sdpa", median_us=us, low_us=us, high_us=us, error=0.0) for us in (4.0, 1.0))
+    rows = [replace(row, timed=(*row.timed, other)) for row, other in zip(one.rows, (slow, quick), strict=True)]
+    picture = attnlab.show(replace(one, rows=tuple(rows)))
+    assert picture.title.endswith("and is the fastest on 1 of 2 workloads")
+    assert "a: 2.0 us, 50% of the ceiling, 0.50 of sdpa's time." in picture.alt
+    assert not faults(picture.figure("dark"))
+
+
+def test_what_a_result_does_not_have_is_not_drawn() -> None:
+    with pytest.raises(ValueError, match="kind: the result has no curves"):
+        attnlab.show(result({"a": 2.0}), kind="curves")
+    with pytest.raises(ValueError, match="the result has no rows"):
+        attnlab.show(result({}))
+    with pytest.raises(ValueError, match="a picture shows 1 result, got 2"):
+        attnlab.show(result({"a": 2.0}), result({"a": 2.0}))
