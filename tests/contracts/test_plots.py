@@ -25,7 +25,7 @@ from attnlab.plots.picture import Picture
 from attnlab.plots.schedule_view import schedule_views
 from attnlab.plots.show import show
 from attnlab.plots.style import THEMES
-from tests.test_bench_run import result as bench_result
+from tests.test_bench import result as bench_result
 from tests.test_plots import faults
 
 
