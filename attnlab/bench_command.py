@@ -14,7 +14,7 @@ from rich.text import Text
 
 from attnlab.bench.compare import RunComparison, compare_runs
 from attnlab.bench.peer import Setting, peers
-from attnlab.bench.result import Goal, Result, Row, load
+from attnlab.bench.result import Goal, NotTimed, Result, Row, load
 from attnlab.bench.run import run
 from attnlab.bench.timing import GraphTimer
 from attnlab.bench.warm import warm
@@ -41,7 +41,7 @@ def bench_on_gpu(
     sglang: Path | None,
     out: Path | None,
 ) -> int:
-    """Time the chosen workloads; return 1 where some result was wrong, or raised."""
+    """Time the chosen workloads; return 1 where a result of attnlab was wrong, or it raised."""
     works = chosen([*only, *CURVES] if curves else only, quick=quick)
     taking = _peers(names, without)
     _check_numbers(seconds, jobs)
@@ -76,7 +76,13 @@ def bench_on_gpu(
     if out is not None:
         result.save(out)
     report(result, console)
-    return int(any(other.reason != "declined" for row in result.rows for other in row.not_timed))
+    return int(bool(faults(result)))
+
+
+def faults(result: Result) -> list[NotTimed]:
+    """Return what attnlab got wrong, or could not run; a peer's faults are its own."""
+    others = (other for row in result.rows for other in row.not_timed)
+    return [other for other in others if other.reason != "declined" and other.peer.startswith(FIRST)]
 
 
 def bench_on_cpu(*, out: Path | None, quick: bool) -> int:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ from attnlab import bench
 from attnlab.bench.compare import compare_runs
 from attnlab.bench.inputs import Inputs, tree_mask
 from attnlab.bench.peer import Call, Peer, Setting, peer, peers
-from attnlab.bench.peers.flashinfer import _paged
-from attnlab.bench.peers.sglang import FILES, Kernels
+from attnlab.bench.peers.flashinfer import FlashInfer, _paged
+from attnlab.bench.peers.sglang import FILES, Kernels, Sglang
 from attnlab.bench.result import Ceilings, Goal, Machine, NotTimed, Result, Row, Timed
 from attnlab.bench.run import run
 from attnlab.bench.timing import Held, WallTimer
+from attnlab.bench.warm import compile_for
 from attnlab.bench.workloads import GQA, TABLE, Workload, chosen, curves, models, workloads
-from attnlab.bench_command import declined
+from attnlab.bench_command import declined, row_lines
+from attnlab.bench_command import faults as command_faults
 from attnlab.cli import main
+from attnlab.compat import sglang as sglang_names
 from attnlab.plots.style import THEMES
 from attnlab.spec import ModelSpec
 from tests.test_plots import faults
@@ -143,7 +147,7 @@ def test_all_peers_that_run_here_are_right_on_every_workload(tiny: Result) -> No
 def test_who_does_not_run_a_row_says_why(tiny: Result) -> None:
     lines = declined(tiny)
     assert "flashinfer-fa2 declined all rows: runs on a GPU alone" in lines
-    assert "sdpa declined decode-64x4k-fp8: torch's function has no fp8 keys" in lines
+    assert "sdpa declined decode-64x4k-fp8, decode-1x128k-fp8: torch's function has no fp8 keys" in lines
 
 
 def test_kernels_are_timed_as_well_where_they_are_interpreted() -> None:
@@ -165,8 +169,9 @@ def test_a_wall_clock_times_calls_in_turns() -> None:
         ((lambda inputs: right(inputs) * float("nan"),), "wrong", "is off by nan"),
         ((right, *(zeros,) * 9), "wrong", "when repeated, query 0 of request 0 is off by"),
         ((raises,), "failed", "RuntimeError: no luck"),
+        ((right, raises), "failed", "when repeated, RuntimeError: no luck"),
     ],
-    ids=["zeros", "another shape", "nan", "wrong when repeated", "raises"],
+    ids=["zeros", "another shape", "nan", "wrong when repeated", "raises", "raises when repeated"],
 )
 def test_what_is_not_right_is_not_timed(
     answers: tuple[Callable[[Inputs], Tensor], ...], reason: str, why: str, lone: Callable[[Peer], str]
@@ -477,3 +482,137 @@ def test_what_a_result_does_not_have_is_not_drawn() -> None:
         attnlab.show(result({}))
     with pytest.raises(ValueError, match="a picture shows 1 result, got 2"):
         attnlab.show(result({"a": 2.0}), result({"a": 2.0}))
+
+
+class Ours(Kernels):
+    """SGLang's names and calls, over attnlab's eager engine."""
+
+    def __init__(self) -> None:
+        self.problem = ""
+
+    def __getitem__(self, name: str) -> Any:
+        return partial(vars(sglang_names)[name], engine="eager")
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_sglang_is_called_as_its_functions_are_meant(best: bool, lone: Callable[[Peer], str]) -> None:
+    name = lone(Sglang(Ours(), best=best))
+    more = [work for work in models() if "gpt-oss-20b" in work.name or work.name in ("model-Gemma-2-2b-full",)]
+    works = [replace(small(work), kv_dtype=torch.float32) for work in (*TABLE, *more)]
+    for row in run(works, names=[name], setting=CPU, timer=Once()).rows:
+        assert [other.why for other in row.not_timed if other.reason != "declined"] == [], row.name
+        assert row.timed or best
+
+
+class FakeFlashInfer:
+    """FlashInfer's wrappers as their documentation has them, in torch: one request and one query at a time."""
+
+    class Wrapper:
+        def __init__(self, scratch: Tensor, layout: str = "NHD", **options: Any) -> None:
+            assert layout == "NHD" and scratch.dtype == torch.uint8
+
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+            """k and v are `[pages, page_size, kv_heads, dim]`."""
+            asked, indptr, pages = self.asked.tolist(), self.indptr.tolist(), self.pages
+            masked = 0
+            for r in range(len(indptr) - 1):
+                own = pages[indptr[r] : indptr[r + 1]].long()
+                keys, values = (x[own].flatten(0, 1)[: int(self.lens[r])].double() for x in (k, v))
+                new = asked[r + 1] - asked[r]
+                for i in range(new):
+                    at = len(keys) - (new - i if self.causal else 1)
+                    seen = torch.arange(len(keys)) <= at
+                    if self.window >= 0:
+                        seen &= torch.arange(len(keys)) >= at - self.window
+                    if self.mask is not None:
+                        seen = self.mask[masked : masked + len(keys)]
+                        masked += len(keys)
+                    row = asked[r] + i
+                    group = q.shape[1] // keys.shape[1]
+                    scores = torch.einsum("hd,khd->hk", q[row].double(), keys.repeat_interleave(group, 1)) * self.scale
+                    if self.cap:
+                        scores = self.cap * torch.tanh(scores / self.cap)
+                    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
+                    out[row] = torch.einsum("hk,khd->hd", weights, values.repeat_interleave(group, 1)).to(out.dtype)
+            return out
+
+        def run(self, q: Tensor, paged: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
+            return self.attend(q, *paged, out)
+
+        def keep(self, asked: Tensor, indptr: Tensor, pages: Tensor, lens: Tensor, scale: float, causal: bool) -> None:
+            assert all(x.dtype == torch.int32 for x in (asked, indptr, pages, lens))
+            self.asked, self.indptr, self.pages, self.lens = asked, indptr, pages, lens
+            self.scale, self.causal, self.window, self.cap, self.mask = scale, causal, -1, 0.0, None
+
+        def keep_pages(self, asked: Tensor, args: tuple[Any, ...], causal: bool, options: dict[str, Any]) -> None:
+            indptr, pages, last, heads, kv_heads, dim, size = args
+            lens = (indptr.diff() - 1) * size + last
+            self.keep(asked, indptr, pages, lens, options["sm_scale"], causal)
+            self.window, self.cap = options["window_left"], options["logits_soft_cap"] or 0.0
+            self.mask = options.get("custom_mask")
+
+    class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
+        def plan(self, *args: Any, **options: Any) -> None:
+            self.keep_pages(torch.arange(len(args[0]), dtype=torch.int32), args, False, options)
+
+    class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
+        def plan(self, asked: Tensor, *args: Any, **options: Any) -> None:
+            self.keep_pages(asked, args, options["causal"], options)
+
+    class mla:  # noqa: N801
+        class BatchMLAPagedAttentionWrapper:
+            def __init__(self, scratch: Tensor, *, backend: str) -> None:
+                self.inner = FakeFlashInfer.Wrapper(scratch)
+
+            def plan(self, *args: Any) -> None:
+                asked, indptr, pages, lens, heads, kept, turned, size, causal, scale, _, _ = args
+                self.inner.keep(asked, indptr, pages, lens, scale, causal)
+
+            def run(self, q: Tensor, q_turned: Tensor, kept: Tensor, turned: Tensor, *, out: Tensor) -> Tensor:
+                k = torch.cat([kept, turned], -1)[:, :, None]
+                return self.inner.attend(torch.cat([q, q_turned], -1), k, kept[:, :, None], out)
+
+
+@pytest.mark.parametrize("family", ["fa2", "fa3"])
+def test_flashinfer_is_called_as_its_wrappers_are_meant(family: str, lone: Callable[[Peer], str]) -> None:
+    name = lone(FlashInfer(FakeFlashInfer, family=family, device=CPU.device))
+    names = ("decode-64x4k", "decode-16x4k-d80", "decode-256x4k-w128", "decode-mla16-32x8k", "decode-mla128-128x4k-p64")
+    names += ("verify-8x8+16k", "verify-64x16+4k-tree", "verify-mla16-16x4+4k", "extend-1x8k", "extend-4x2k+8k")
+    names += ("extend-1x16k-w4k", "unified-4x2k+8k", "model-Gemma-2-2b-full")
+    works = [replace(small(work), kv_dtype=torch.float32) for work in (*TABLE, *models()) if work.name in names]
+    works += [replace(small(TABLE[0]), page_size=4, name="pages")]
+    rows = run(works, names=[name], setting=CPU, timer=Once()).rows
+    assert [(row.name, other.why) for row in rows for other in row.not_timed if other.reason != "declined"] == []
+    declines = {row.name for row in rows if not row.timed}
+    if family == "fa2":
+        assert declines == {"decode-16x4k-d80"}
+    else:
+        assert "extend-1x8k" not in declines and "verify-8x8+16k" not in declines and "decode-64x4k" in declines
+
+
+def test_what_is_compiled_ahead_runs_whatever_fails_beside_it(lone: Callable[[Peer], str]) -> None:
+    ran: list[str] = []
+
+    def seen(inputs: Inputs) -> Tensor:
+        ran.append(inputs.work.name)
+        return right(inputs)
+
+    name, work = lone(Answers(raises, seen)), small(TABLE[1])
+    compile_for(work, (name, name, "sdpa"), CPU)
+    assert ran == [work.name]
+    compile_for(replace(work, cached=(2**31,)), (name,), CPU)  # cannot be built: the run will say so
+
+
+def test_a_row_is_told_by_peer() -> None:
+    one = result({"a": 2.0})
+    peers_of = (*one.rows[0].timed, Timed(peer="sdpa", median_us=8.0, low_us=8.0, high_us=8.0, error=0.0, variant="v"))
+    wrong = (NotTimed(peer="flex", reason="wrong", why="off"), NotTimed(peer="attnlab-seed", reason="failed", why="x"))
+    row = replace(one.rows[0], timed=peers_of, not_timed=wrong)
+    assert row_lines(one, row) == [
+        "a: ",
+        "  attnlab               2.0 us, 50% of the ceiling, 2 TB/s",
+        "  sdpa                  8.0 us, 12% of the ceiling, 0.5 TB/s, attnlab 0.25 of it (v)",
+        "  flex           wrong: off",
+        "  attnlab-seed   failed: x",
+    ]
+    assert [other.peer for other in command_faults(replace(one, rows=(row,)))] == ["attnlab-seed"]

@@ -50,8 +50,8 @@ def run(
             if seconds is not None and time.monotonic() - begin > seconds:
                 return replace(result, left_out=tuple(other.name for other in workloads[number:]))
             result = replace(result, rows=(*result.rows, measure(work, made, setting=setting, timer=timer)))
-            release(setting.device)
             on_row(result)
+            release(setting.device)
         return result
 
 
@@ -84,8 +84,12 @@ def measure(work: Workload, made: Mapping[str, Peer], *, setting: Setting, timer
             others.append(NotTimed(peer=name, reason="wrong", why=str(wrong)))
         except Exception as error:  # of whatever type: a peer's failure is its own
             others.append(NotTimed(peer=name, reason="failed", why=one_line(error)))
-    timings = timed([one.held for one in ready], rounds=timer.rounds, cold=work.cold)
     found: list[Timed] = []
+    try:
+        timings = timed([one.held for one in ready], rounds=timer.rounds, cold=work.cold)
+    except Exception as error:  # of whatever type: a fault on the device, most often, which nobody owns up to
+        others += [NotTimed(peer=one.peer, reason="failed", why=f"when repeated, {one_line(error)}") for one in ready]
+        return _row(work, found, others)
     for one, timing in zip(ready, timings, strict=True):
         try:
             truth.error(one.call.read(timing.answer))

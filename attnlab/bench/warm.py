@@ -40,7 +40,7 @@ def warm(
                     return
                 on_done(waiting[future])
         except TimeoutError:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)  # those that were begun are waited for: nothing else runs while we time
 
 
 def compile_for(work: Workload, names: Sequence[str], setting: Setting) -> None:

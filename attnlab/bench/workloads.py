@@ -157,6 +157,7 @@ TABLE: tuple[Workload, ...] = (
     Workload(name="decode-8x4k-mha", mode="decode", cached=(4 * K,) * 8, attention=heads(32, 32)),
     Workload(name="decode-random", mode="decode", cached=_random(64, 100, 16_000), attention=GQA),
     Workload(name="decode-64x4k-fp8", mode="decode", cached=(4 * K,) * 64, attention=GQA, kv_dtype=FP8, quick=True),
+    Workload(name="decode-1x128k-fp8", mode="decode", cached=(128 * K,), attention=GQA, kv_dtype=FP8),
     Workload(name="decode-1x8k-cold", mode="decode", cached=(8 * K,), attention=GQA, cold=True),
     Workload(name="decode-64x4k-d64", mode="decode", cached=(4 * K,) * 64, attention=heads(64, 8, 64)),
     Workload(name="decode-16x4k-d80", mode="decode", cached=(4 * K,) * 16, attention=heads(32, 32, 80)),

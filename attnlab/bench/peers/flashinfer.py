@@ -21,14 +21,21 @@ SCRATCH_BYTES = 512 << 20
 
 
 class FlashInfer:
-    """Its decode, prefill and MLA wrappers under one of its kernel families."""
+    """Its decode, prefill and MLA wrappers under one of its kernel families.
 
-    def __init__(self, setting: Setting, family: str) -> None:
-        self.family, self.device = family, setting.device
-        self.problem = "runs on a GPU alone" if setting.device.type != "cuda" else ""
-        self.package: Any = None
-        if not self.problem:
-            self.package, self.problem = imported("flashinfer")
+    `package` is the module, or None and why there is none in `problem`.
+    """
+
+    def __init__(self, package: Any, *, problem: str = "", family: str, device: torch.device) -> None:
+        self.package, self.problem, self.family, self.device = package, problem, family, device
+
+    @classmethod
+    def of(cls, setting: Setting, family: str) -> FlashInfer:
+        """Look for the package."""
+        if setting.device.type != "cuda":
+            return cls(None, problem="runs on a GPU alone", family=family, device=setting.device)
+        package, problem = imported("flashinfer")
+        return cls(package, problem=problem, family=family, device=setting.device)
 
     def declines(self, work: Workload) -> str | None:
         """Decline without the package, and what the wrappers have no argument for."""
@@ -157,10 +164,10 @@ def _output(inputs: Inputs) -> Tensor:
 @peer("flashinfer-fa2")
 def fa2(setting: Setting) -> Peer:
     """Return its kernels for all recent GPUs."""
-    return FlashInfer(setting, "fa2")
+    return FlashInfer.of(setting, "fa2")
 
 
 @peer("flashinfer-fa3")
 def fa3(setting: Setting) -> Peer:
     """Return its kernels for Hopper."""
-    return FlashInfer(setting, "fa3")
+    return FlashInfer.of(setting, "fa3")

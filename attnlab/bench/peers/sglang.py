@@ -111,8 +111,8 @@ class Sglang:
     `best`: the best of its static split counts instead, and of a verify its split-KV kernel.
     """
 
-    def __init__(self, setting: Setting, *, best: bool) -> None:
-        self.best, self.kernels = best, Kernels(setting)
+    def __init__(self, kernels: Kernels, *, best: bool) -> None:
+        self.best, self.kernels = best, kernels
 
     def declines(self, work: Workload) -> str | None:
         """Decline without its kernels, and what its defaults do already."""
@@ -281,10 +281,10 @@ def _output(inputs: Inputs) -> Tensor:
 @peer("sglang")
 def sglang(setting: Setting) -> Peer:
     """Return SGLang as it is by default."""
-    return Sglang(setting, best=False)
+    return Sglang(Kernels(setting), best=False)
 
 
 @peer("sglang-best")
 def sglang_best(setting: Setting) -> Peer:
     """Return SGLang with the best static split count, which a server does not know."""
-    return Sglang(setting, best=True)
+    return Sglang(Kernels(setting), best=True)
