@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attnlab import _boot as _boot  # decides how kernels run, before anything imports Triton
 
 if TYPE_CHECKING:
+    from attnlab import bench as bench
     from attnlab import graphs as graphs
     from attnlab.backend import AttentionBackend as AttentionBackend
     from attnlab.batch import DecodeBatch as DecodeBatch
@@ -103,7 +104,7 @@ _HOME = {
     "backend_for": "choice",
 }
 
-_PACKAGES = ("graphs",)
+_PACKAGES = ("graphs", "bench")
 """Packages among the public names."""
 
 __all__ = ["__version__", *_HOME, *_PACKAGES]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import attnlab
 from attnlab import bench
+from attnlab.bench import timing
 from attnlab.bench.compare import compare_runs
 from attnlab.bench.inputs import Inputs, tree_mask
 from attnlab.bench.peer import Call, Peer, Setting, peer, peers
@@ -616,3 +618,36 @@ def test_a_row_is_told_by_peer() -> None:
         "  attnlab-seed   failed: x",
     ]
     assert [other.peer for other in command_faults(replace(one, rows=(row,)))] == ["attnlab-seed"]
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_a_graph_that_holds_nothing_is_a_wrong_result(cold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that ran where the capture does not see it leaves an empty graph, which would be quick."""
+    replays: list[int] = []
+
+    class Graph:
+        def replay(self) -> None:
+            replays.append(1)
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = float(len(replays))
+
+        def elapsed_time(self, later: Event) -> float:
+            return later.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timing, "_sweep", lambda: torch.zeros(4))
+    held = timing.GraphTimer().hold(lambda: torch.ones(2))
+    assert held.answer.isnan().all()
+    assert held.repeat(cold=cold) == [1000.0] * 10  # a turn of 10 ms, for replays of 1 ms each
+    row = run([replace(small(TABLE[1]), cold=cold)], names=["sdpa"], setting=CPU, timer=timing.GraphTimer()).rows[0]
+    assert [other.why.startswith("when repeated, query 0 of request 0 is off by nan") for other in row.not_timed] == [
+        True
+    ]

@@ -1,6 +1,6 @@
 """What a run of the benchmark found, as plain data, and as JSON that says all of it.
 
-No torch is needed to read one: `attnlab.bench.load("run.json")`.
+No GPU is needed to read one: `attnlab.bench.load("run.json")`.
 """
 
 from __future__ import annotations

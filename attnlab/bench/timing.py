@@ -136,9 +136,13 @@ def _replayed(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
     return [1e3 * a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
 
 
+def _sweep() -> Tensor:
+    return torch.zeros(SWEPT_BYTES // 4, device="cuda")
+
+
 def _swept(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
     """Return the microseconds of so many replays, before each of which the caches are read full of something else."""
-    other = torch.zeros(SWEPT_BYTES // 4, device="cuda")
+    other = _sweep()
     total = other.new_zeros(())
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
     for begin, end in pairs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ class Flex:
         run: Callable[..., Any] = flex_attention
         if self.setting.device.type == "cuda":
             torch._dynamo.reset()  # it gives up compiling after some shapes, and would go on without saying so
+            # A shape is a kernel or two: a pool of processes to compile them would cost more than it brings.
+            inductor: Any = import_module("torch._inductor.config")
+            inductor.compile_threads = 1
             run = torch.compile(flex_attention, dynamic=False)
         parts = [_part(inputs, dense, run) for dense in inputs.dense]
         return [
