@@ -199,6 +199,12 @@ def test_a_missing_key_is_a_wrong_result(lone: Callable[[Peer], str]) -> None:
     assert [other.reason for other in row.not_timed] == ["wrong"]
 
 
+def test_zeros_are_wrong_where_outputs_are_small(lone: Callable[[Peer], str]) -> None:
+    work = next(work for work in TABLE if work.name == "decode-64x4k-fp8")
+    row = timed_by(lone(Answers(*(zeros,) * 2)), replace(small(work), cached=(30_000,))).rows[0]
+    assert [other.reason for other in row.not_timed] == ["wrong"]
+
+
 def test_a_workload_that_cannot_be_built_is_a_row_without_times() -> None:
     work = replace(small(TABLE[1]), mla=True)  # whose values would be columns of a key, of which it has too few
     work = replace(work, attention=replace(work.attention, v_dim=256))
@@ -216,6 +222,22 @@ def test_the_quickest_of_several_ways_counts(lone: Callable[[Peer], str]) -> Non
 
     (one,) = timed_by(lone(Ways())).rows[0].timed
     assert one.variant == "first"  # `Once` says that it takes less
+
+
+def test_of_a_peer_with_one_wrong_way_none_counts(lone: Callable[[Peer], str]) -> None:
+    class Ways:
+        def declines(self, work: Workload) -> str | None:
+            return None
+
+        def calls(self, inputs: Inputs) -> list[Call]:
+            answers = [right(inputs), zeros(inputs)]
+            return [
+                Call(run=lambda: right(inputs)),
+                Call(run=lambda: answers.pop(0) if len(answers) > 1 else answers[0]),
+            ]
+
+    row = timed_by(lone(Ways())).rows[0]
+    assert row.timed == () and row.not_timed[0].reason == "wrong"
 
 
 def test_no_workload_is_begun_after_the_seconds_and_what_there_is_comes_after_each_row() -> None:

@@ -88,6 +88,11 @@ class Inputs:
         """Return the slots of a request's tokens in the order of positions, int64, the new ones' included."""
         return self.table.slots_of(request).long()
 
+    def output(self) -> Tensor:
+        """Return memory for an answer, `[tokens, heads, v_dim]`: NaN, so that nothing passes for one."""
+        shape = (self.work.queries, self.work.attention.heads, self.work.attention.v_dim)
+        return torch.full(shape, float("nan"), dtype=self.work.dtype, device=self.device)
+
     def backend(self, *, engine: str, policy: str | SplitPolicy) -> AttentionBackend:
         """Return a backend over the pool, with scratch for this workload."""
         work = self.work

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -224,8 +224,3 @@ def _made(kind: type[Any], content: Mapping[str, Any]) -> Any:
 
 def _no_constant(word: str) -> float:
     raise ValueError(f"{word} is no number")
-
-
-def names(rows: Iterable[Row]) -> list[str]:
-    """Return the rows' names."""
-    return [row.name for row in rows]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -43,16 +44,26 @@ def run(
     with torch.no_grad():
         made: dict[str, Peer] = {name: peers.get(name)(setting) for name in names}
         result = Result(machine=machine(setting, timer), ceilings=ceilings(setting.device, timer))
-        gc.collect()
-        gc.freeze()  # what there is stays: looking through all of torch after each row takes longer than most rows
         begin = time.monotonic()
-        for number, work in enumerate(workloads):
-            if seconds is not None and time.monotonic() - begin > seconds:
-                return replace(result, left_out=tuple(other.name for other in workloads[number:]))
-            result = replace(result, rows=(*result.rows, measure(work, made, setting=setting, timer=timer)))
-            on_row(result)
-            release(setting.device)
+        with _kept():
+            for number, work in enumerate(workloads):
+                if seconds is not None and time.monotonic() - begin > seconds:
+                    return replace(result, left_out=tuple(other.name for other in workloads[number:]))
+                result = replace(result, rows=(*result.rows, measure(work, made, setting=setting, timer=timer)))
+                on_row(result)
+                release(setting.device)
         return result
+
+
+@contextmanager
+def _kept() -> Iterator[None]:
+    """Take what there is out of the collector's sight: to look through all of torch takes longer than most rows."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +140,12 @@ def _timed(one: _Ready, timing: Timing) -> Timed:
 
 
 def _row(work: Workload, found: Sequence[Timed], others: Sequence[NotTimed]) -> Row:
-    """Return a row with the quickest right way of each peer."""
+    """Return a row with the quickest way of each peer; of one that was wrong once, none counts."""
     best: dict[str, Timed] = {}
+    wrong = {other.peer for other in others if other.reason == "wrong"}
     for one in found:
+        if one.peer in wrong:
+            continue
         if one.peer not in best or one.median_us < best[one.peer].median_us:
             best[one.peer] = one
     left = {other.peer: other for other in others if other.peer not in best}
@@ -197,10 +211,13 @@ def machine(setting: Setting, timer: Timer) -> Machine:
 
 def _commit() -> str | None:
     """Return the checkout's commit; None where the source is in none, or git is missing."""
+    checkout = Path(attnlab.__file__).parent.parent
+    if not (checkout / ".git").exists():  # an installed package may lie inside of somebody else's
+        return None
     try:
         said = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=Path(attnlab.__file__).parent,
+            cwd=checkout,
             capture_output=True,
             text=True,
             check=True,

@@ -117,7 +117,7 @@ class FlashInfer:
         return self._over_pages(inputs, wrapper)
 
     def _over_pages(self, inputs: Inputs, wrapper: Any) -> Call:
-        size, view, out = inputs.work.page_size, inputs.pool.view(0), _output(inputs)
+        size, view, out = inputs.work.page_size, inputs.pool.view(0), inputs.output()
         paged = tuple(x.view(-1, size, *x.shape[1:]) for x in (view.k, view.v))
         return Call(run=lambda: wrapper.run(inputs.q, paged, out=out))
 
@@ -143,7 +143,7 @@ class FlashInfer:
         rows = inputs.pool.view(0).k.view(-1, work.page_size, spec.qk_dim)
         kept, turned = rows[..., : spec.v_dim], rows[..., spec.v_dim :]
         q_kept, q_turned = (x.contiguous() for x in inputs.q.split([spec.v_dim, rope], dim=-1))
-        out = _output(inputs)
+        out = inputs.output()
         return Call(run=lambda: wrapper.run(q_kept, q_turned, kept, turned, out=out))
 
 
@@ -153,12 +153,6 @@ def _paged(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     indptr = offsets([len(pages) for pages in inputs.pages], inputs.device)
     last = [(n - 1) % work.page_size + 1 for n in work.lens]
     return indptr, torch.cat(inputs.pages).int(), torch.tensor(last, dtype=torch.int32, device=inputs.device)
-
-
-def _output(inputs: Inputs) -> Tensor:
-    work, spec = inputs.work, inputs.work.attention
-    shape = (work.queries, spec.heads, spec.v_dim)
-    return torch.full(shape, float("nan"), dtype=work.dtype, device=inputs.device)
 
 
 @peer("flashinfer-fa2")

@@ -161,7 +161,7 @@ class Sglang:
     def _decode(self, inputs: Inputs, most: int, counts: Tensor, variant: str) -> Call:
         work, spec, view = inputs.work, inputs.work.attention, inputs.pool.view(0)
         indptr, slots = inputs.listed(new=False)
-        out = _output(inputs)
+        out = inputs.output()
         partial = torch.empty(work.requests, spec.heads, most, spec.v_dim, device=inputs.device)
         lse = torch.empty(work.requests, spec.heads, most, device=inputs.device)
         function = self.kernels["decode_attention_fwd"]
@@ -199,7 +199,7 @@ class Sglang:
         new = inputs.k
         values = inputs.v if inputs.v is not None or new is None else new[..., : spec.v_dim]
         more = {"max_bs": work.requests} if split else {}
-        out, asked = _output(inputs), offsets([work.new] * work.requests, inputs.device)
+        out, asked = inputs.output(), offsets([work.new] * work.requests, inputs.device)
 
         def run() -> Tensor:
             took = function(
@@ -235,7 +235,7 @@ class Sglang:
         indptr, slots = inputs.listed(new=True)
         function = self.kernels["extend_attention_fwd_unified"]
         cached = torch.tensor(work.cached, dtype=torch.int32, device=inputs.device)
-        out, asked = _output(inputs), offsets([work.new] * work.requests, inputs.device)
+        out, asked = inputs.output(), offsets([work.new] * work.requests, inputs.device)
 
         def run() -> Tensor:
             function(
@@ -270,12 +270,6 @@ def _mask(inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
     own = tree_mask(work.tree)
     rows = [torch.cat([own.new_ones(work.new, n), own], dim=1).flatten() for n in work.cached]
     return torch.cat(rows).to(inputs.device).to(torch.uint8), offsets([len(x) for x in rows], inputs.device).long()
-
-
-def _output(inputs: Inputs) -> Tensor:
-    work, spec = inputs.work, inputs.work.attention
-    shape = (work.queries, spec.heads, spec.v_dim)
-    return torch.full(shape, float("nan"), dtype=work.dtype, device=inputs.device)
 
 
 @peer("sglang")

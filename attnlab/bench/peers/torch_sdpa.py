@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
@@ -87,7 +86,7 @@ class _Part:
 def together(inputs: Inputs, answers: list[Tensor]) -> Tensor:
     """Return answers of dense requests, `[reqs, heads, new, v_dim]` or heads folded, as `[tokens, heads, v_dim]`."""
     work, spec = inputs.work, inputs.work.attention
-    out = torch.full((work.queries, spec.heads, spec.v_dim), float("nan"), dtype=work.dtype, device=inputs.device)
+    out = inputs.output()
     for dense, answer in zip(inputs.dense, answers, strict=True):
         shaped = answer.reshape(-1, spec.heads, work.new, spec.v_dim)
         out[dense.rows.flatten()] = shaped.transpose(1, 2).reshape(-1, spec.heads, spec.v_dim)
