@@ -7,8 +7,11 @@ from torch import Tensor
 
 from attnlab import mask
 from attnlab.memory.pool import Translation
+from attnlab.plan.lanes import LaneWork
 from attnlab.plan.layout import DraftLists, Extent
 from attnlab.plan.ops import check_joined
+from attnlab.plan.parts import lane_of_parts
+from attnlab.plan.plans import Lane
 from attnlab.plan.policy import SplitContext, SplitPolicy, SplitSizes
 from attnlab.plan.splits import offsets_of, owner_of
 from attnlab.spec import Sight
@@ -18,6 +21,10 @@ MAX_INT64 = torch.iinfo(torch.int64).max
 
 class EagerPlanOps:
     """PlanOps in torch, on any device."""
+
+    def lane(self, work: LaneWork) -> Lane:
+        """Return a lane, part by part."""
+        return lane_of_parts(self, work)
 
     def extent(self, *, query: Tensor, end: Tensor, sight: Sight, align: int, capacity: int) -> Extent:
         """Return which positions the lists hold."""

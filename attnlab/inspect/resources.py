@@ -30,6 +30,7 @@ from attnlab.kernels import (
     extend,
     extend_hopper,
     index,
+    lanes,
     scores,
     verify,
     verify_shares,
@@ -38,7 +39,8 @@ from attnlab.kernels.launch import merge_options
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView
 from attnlab.mods.registry import score_mods
-from attnlab.plan.policies import seed
+from attnlab.plan import size_rules
+from attnlab.plan.policies import seed, tile
 from attnlab.spec import AttentionSpec
 
 TARGETS = {
@@ -261,6 +263,7 @@ def variants(target: Target) -> Iterator[Variant]:
         yield Variant(
             name=name, kernel=kernel, pointers={**long, **lists}, constants=constants, options={"num_warps": 4}
         )
+    yield from _lane_variants(long)
     yield Variant(
         name="seed counts",
         kernel=seed._seed_counts_kernel,
@@ -268,6 +271,42 @@ def variants(target: Target) -> Iterator[Variant]:
         constants={"BLOCK": 256},
         options={"num_warps": 4},
     )
+
+
+def _lane_variants(pointers: dict[str, torch.dtype]) -> Iterator[Variant]:
+    """Yield what plans a decode's lane: its sums under every rule, and what is written under each kind of cut."""
+    options = {"num_warps": 4}
+    rules = {"seed": seed._seed_sizes, "static": size_rules.same_count, "tile": tile._tiles}
+    for name, rule in rules.items():
+        constants = {"SIZES": rule, "BLOCK": lanes.REQUESTS}
+        yield Variant(
+            name=f"count sizes: {name}",
+            kernel=lanes._count_sizes_kernel,
+            pointers=pointers,
+            constants=constants,
+            options=options,
+        )
+    yield Variant(
+        name="count shares",
+        kernel=lanes._count_shares_kernel,
+        pointers=pointers,
+        constants={"BLOCK": lanes.REQUESTS},
+        options=options,
+    )
+    for shared in (False, True):
+        yield Variant(
+            name=f"write lane: {'shares' if shared else 'sizes'}",
+            kernel=lanes._write_kernel,
+            pointers=pointers,
+            constants={
+                "TRANSLATED": True,
+                "NEWEST": True,
+                "SHARED": shared,
+                "ENTRIES": lanes.ENTRIES,
+                "RANGES": lanes.RANGES,
+            },
+            options=options,
+        )
 
 
 def _split_variant(shape: Shape, target: Target) -> Variant:

@@ -8,10 +8,14 @@ from torch import Tensor
 from attnlab._triton import jit, tl
 from attnlab.kernels.drafts import drafts_kernel, fill_drafts
 from attnlab.kernels.index_core import first_seen, storage_ids
+from attnlab.kernels.lanes import cut_for_kernels, lane_in_two_launches
 from attnlab.kernels.target import launching_on
 from attnlab.memory.pool import Translation
+from attnlab.plan.lanes import LaneWork
 from attnlab.plan.layout import DraftLists, Extent
 from attnlab.plan.ops import check_joined
+from attnlab.plan.parts import lane_of_parts
+from attnlab.plan.plans import Lane
 from attnlab.plan.policy import SplitContext, SplitPolicy, SplitSizes
 from attnlab.spec import Sight
 
@@ -23,6 +27,14 @@ class TritonPlanOps:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def lane(self, work: LaneWork) -> Lane:
+        """Return a lane: in two launches where kernels know the policy's cut, else part by part."""
+        cut = cut_for_kernels(work)
+        if cut is None:
+            return lane_of_parts(self, work)
+        with launching_on(self.device):
+            return lane_in_two_launches(work, cut)
 
     def extent(self, *, query: Tensor, end: Tensor, sight: Sight, align: int, capacity: int) -> Extent:
         """Computes: start_visible = min(first position seen from query, end), start = that rounded down to `align`

@@ -23,12 +23,12 @@ from attnlab.memory.requests import RequestTable
 from attnlab.plan.admission import Admission, Kind
 from attnlab.plan.draft import DraftCut, DraftPlan, branch_lens, branch_stride, check_scratch
 from attnlab.plan.index import KVIndex
-from attnlab.plan.layout import Extent, KVLayout, positions_behind, seen, together
+from attnlab.plan.lanes import LaneWork, Source, held
+from attnlab.plan.layout import Extent, KVLayout, most_seen, positions_behind, together
 from attnlab.plan.ops import PlanOps
+from attnlab.plan.parts import index_at
 from attnlab.plan.plans import DecodePlan, ExtendLane, ExtendPlan, Lane, Plan, Queries, VerifyPlan
 from attnlab.plan.policy import HostPolicy, SplitContext, SplitPolicy
-from attnlab.plan.schedule import Schedule
-from attnlab.plan.splits import cut_lens
 from attnlab.plan.tiles import HEAD_TILE, shares_tile
 from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec, Sight
 
@@ -36,7 +36,7 @@ ONE_PASS_TILE = 128
 """Lists that a one-pass extend sweeps begin at a multiple of so many positions: the widest tile of keys."""
 
 
-class _Source(NamedTuple):
+class _Keys(NamedTuple):
     """Whose keys lists hold: the first `lens` tokens of these rows; first queries stand `behind` before their end."""
 
     rows: Tensor
@@ -146,16 +146,10 @@ class Planner:
         return shares_tile(layers, mla=self.model.mla, kv_dtype=self.model.kv_dtype)
 
     def _decode(self, batch: DecodeBatch, max_ranges: int | None) -> DecodePlan:
-        rows = self._rows(batch.rows)
-        sources = self._sources(_Source(rows, batch.seq, behind=1), batch.encoder)
-        live = _held(batch.seq)
-        # A padded row's token is looked for beyond the table, where only the sink is found.
-        newest = torch.where(live > 0, live - 1, self.table.max_context)
-        one_each = torch.arange(batch.seq.count + 1, dtype=torch.int32, device=live.device)
-        new = _Lists(extent=Extent(start=newest, start_visible=newest, indptr=one_each), capacity=batch.seq.count)
+        own = _Keys(self._rows(batch.rows), batch.seq, behind=1)
         return DecodePlan(
             batch=batch,
-            lanes=self._split_lanes(sources, rows, new, max_ranges),
+            lanes=self._split_lanes(own, batch.encoder, batch.seq.count, None, max_ranges),
             lane_of_layer=_lane_of_layer(self.kinds),
             epoch=self.pool.epoch,
             multiprocessors=self.multiprocessors,
@@ -163,16 +157,15 @@ class Planner:
 
     def _extend(self, batch: ExtendBatch) -> ExtendPlan:
         rows = self._rows(batch.rows)
-        sources = self._sources(_Source(rows, batch.prefix), batch.encoder)
+        keys = self._keys(_Keys(rows, batch.prefix), batch.encoder)
         new = _new_tokens(batch.prefix, batch.new)
         lanes = []
         for kind, layers in self.kinds.items():
-            source = sources[kind.sight.cross]
-            counts = seen(source.lens, kind.sight, behind=0)
+            source = keys[kind.sight.cross]
             lists = (
-                self._one_pass(batch, kind.sight, counts)
+                self._one_pass(batch, kind.sight)
                 if self.one_pass and not kind.sight.cross
-                else self._cached(source, kind.sight, counts)
+                else self._cached(source, kind.sight)
             )
             lanes.append(
                 ExtendLane(
@@ -190,14 +183,15 @@ class Planner:
         )
 
     def _verify(self, batch: VerifyBatch, max_ranges: int | None) -> VerifyPlan:
-        rows = self._rows(batch.rows)
-        sources = self._sources(_Source(rows, batch.prefix), batch.encoder)
+        own = _Keys(self._rows(batch.rows), batch.prefix)
         new = _new_tokens(batch.prefix, batch.drafts)
         queries = self._queries(batch.prefix, batch.drafts, new, batch.mask, depth=batch.depth, ordered=batch.ordered)
         return VerifyPlan(
             batch=batch,
             queries=queries,
-            lanes=self._split_lanes(sources, rows, new, max_ranges, drafts=max(1, queries.most)),
+            lanes=self._split_lanes(
+                own, batch.encoder, new.capacity, new.extent, max_ranges, drafts=max(1, queries.most)
+            ),
             lane_of_layer=_lane_of_layer(self.kinds),
             epoch=self.pool.epoch,
             multiprocessors=self.multiprocessors,
@@ -221,7 +215,7 @@ class Planner:
 
     def _draft_lanes(self, batch: DraftBatch, steps: Sequence[Lens], max_ranges: int | None) -> list[list[Lane]]:
         """Return for every kind of layer a lane for each step. The policy is asked before any list is gathered."""
-        rows, cached = self._rows(batch.rows), _held(batch.seq)
+        rows, cached = self._rows(batch.rows).clamp(0, self.table.max_requests - 1), held(batch.seq)
         cuts = []
         for kind, layers in self.kinds.items():
             ctx = replace(self.context(layers), rows_per_seq=batch.topk)
@@ -243,65 +237,70 @@ class Planner:
             lanes.append(cut.lanes(lists, sight=kind.sight, space=kind.space, kv_heads=kind.kv_heads))
         return lanes
 
-    def _sources(self, own: _Source, encoder: Encoder | None) -> dict[bool, _Source]:
+    def _keys(self, own: _Keys, encoder: Encoder | None) -> dict[bool, _Keys]:
         """Return whose keys layers read: those with `cross` an encoder's, the others the requests' own."""
         if encoder is None:
             return {False: own}
-        return {False: own, True: _Source(self._rows(encoder.rows), encoder.lens)}
+        return {False: own, True: _Keys(self._rows(encoder.rows), encoder.lens)}
 
     def _rows(self, rows: Tensor) -> Int[Tensor, " reqs"]:
-        """Return the rows on the device, kept inside the table: those that the host did not see may be any."""
-        return rows.to(self.pool.device, torch.int64, non_blocking=True).clamp(0, self.table.max_requests - 1)
+        """Return the rows on the device; those that the host did not see may be none of the table's."""
+        return rows.to(self.pool.device, torch.int64, non_blocking=True)
 
     def _split_lanes(
         self,
-        sources: dict[bool, _Source],
-        rows: Tensor,
-        new: _Lists,
+        own: _Keys,
+        encoder: Encoder | None,
+        tokens: int,
+        written: Extent | None,
         max_ranges: int | None,
         *,
         drafts: int | None = None,
     ) -> tuple[Lane, ...]:
-        """Return the lanes whose lists are split. All are cut, and the ranges counted, before any is gathered."""
-        kinds = self.kinds
-        read = [sources[kind.sight.cross] for kind in kinds]
-        counts = [seen(mine.lens, kind.sight, behind=mine.behind) for kind, mine in zip(kinds, read, strict=True)]
-        lists = [self._cached(mine, kind.sight, each) for kind, mine, each in zip(kinds, read, counts, strict=True)]
-        contexts = [self.context(layers, drafts=drafts) for layers in kinds.values()]
-        cuts = [
-            cut_lens(self.policy, each, mine.extent.indptr.diff(), ctx, self.ops.sizes)
-            for ctx, each, mine in zip(contexts, counts, lists, strict=True)
-        ]
-        for splits in cuts:
+        """Return the lanes whose lists are split. The ranges of all are counted before anything is launched.
+
+        `tokens` new ones are `written` to those positions; None: each request's newest token.
+        """
+        keys, works = self._keys(own, encoder), []
+        for kind, layers in self.kinds.items():
+            mine = keys[kind.sight.cross]
+            work = LaneWork.of(
+                self.policy,
+                self.context(layers, drafts=drafts),
+                source=self._source(layers),
+                rows=mine.rows,
+                lens=mine.lens,
+                behind=mine.behind,
+                sight=kind.sight,
+                tokens=tokens,
+                written=written,
+            )
             require(
-                max_ranges is None or splits.capacity <= max_ranges,
-                f"batch: may need {splits.capacity:,} ranges, the scratch holds {max_ranges}; build the backend with "
+                max_ranges is None or work.ranges <= max_ranges,
+                f"batch: may need {work.ranges:,} ranges, the scratch holds {max_ranges}; build the backend with "
                 "a larger max_requests or max_tokens",
             )
-        return tuple(
-            Lane(
-                layout=self._layout(source.rows, layers, mine),
-                write_slots=self._write_slots(rows, layers, new),
-                splits=splits,
-                schedule=Schedule.of(self.policy, splits, ctx),
-            )
-            for source, layers, mine, splits, ctx in zip(read, kinds.values(), lists, cuts, contexts, strict=True)
-        )
+            works.append(work)
+        return tuple(self.ops.lane(work) for work in works)
 
-    def _cached(self, source: _Source, sight: Sight, counts: Lens) -> _Lists:
-        """Return the lists of cached tokens, from the first that a query sees: `counts` of them."""
-        end = _held(source.lens)
-        capacity = min(counts.bound_total, counts.bound_max * counts.count)
+    def _source(self, layers: Sequence[LayerSpec]) -> Source:
+        return Source(self.table.slots, self.pool.table_space, self.pool.translation(layers[0].pool_layer))
+
+    def _cached(self, keys: _Keys, sight: Sight) -> _Lists:
+        """Return the lists of cached tokens, from the first that a query sees."""
+        end, (each, total) = held(keys.lens), most_seen(keys.lens, sight, behind=keys.behind)
+        capacity = min(total, each * keys.lens.count)
         return _Lists(
-            extent=self.ops.extent(query=end - source.behind, end=end, sight=sight, align=1, capacity=capacity),
+            extent=self.ops.extent(query=end - keys.behind, end=end, sight=sight, align=1, capacity=capacity),
             capacity=capacity,
         )
 
-    def _one_pass(self, batch: ExtendBatch, sight: Sight, counts: Lens) -> _Lists:
+    def _one_pass(self, batch: ExtendBatch, sight: Sight) -> _Lists:
         """Return the lists of cached and new tokens alike, from the tile's border before what the first query sees."""
-        query, end = _held(batch.prefix), _held(together(batch.prefix, batch.new))
+        query, end = held(batch.prefix), held(together(batch.prefix, batch.new))
         padding = (ONE_PASS_TILE - 1) * batch.new.count if sight.partial else 0
-        capacity = counts.bound_total + batch.new.bound_total + padding
+        _, total = most_seen(batch.prefix, sight, behind=0)
+        capacity = total + batch.new.bound_total + padding
         align = ONE_PASS_TILE if sight.partial else 1
         extent = self.ops.extent(query=query, end=end, sight=sight, align=align, capacity=capacity)
         return _Lists(extent=extent, capacity=capacity, align=align)
@@ -322,23 +321,12 @@ class Planner:
         return self._index(rows, layers, new).slots
 
     def _index(self, rows: Tensor, layers: Sequence[LayerSpec], lists: _Lists) -> KVIndex:
-        """Return the slots at those positions, in the id space of the layers' storage: gathered, translated, once."""
-        extent = lists.extent
-        ids = self.ops.gather(
-            table=self.table.slots,
-            rows=rows,
-            start=extent.start,
-            first=extent.start_visible,
-            indptr=extent.indptr,
-            capacity=lists.capacity,
-        )
-        index = KVIndex(indptr=extent.indptr, slots=ids, space=self.pool.table_space)
-        return index.translated(self.pool.translation(layers[0].pool_layer), self.ops.translate)
+        return index_at(self.ops, self._source(layers), rows, lists.extent, capacity=lists.capacity)
 
     def _queries(
         self, prefix: Lens, new: Lens, lists: _Lists, mask: Mask, *, depth: Tensor | None, ordered: bool
     ) -> Queries:
-        indptr, cached = lists.extent.indptr, _held(prefix)
+        indptr, cached = lists.extent.indptr, held(prefix)
         counts = indptr.diff()
         return Queries(
             indptr=indptr,
@@ -359,14 +347,9 @@ class _Lists:
     align: int = 1
 
 
-def _held(lens: Lens) -> Int[Tensor, " reqs"]:
-    """Return the lengths, held to what the host was told of them, so that no buffer is overrun."""
-    return lens.device.clamp(0, lens.bound_max)
-
-
 def _new_tokens(prefix: Lens, new: Lens) -> _Lists:
     """Return the positions of new tokens, right behind the cached ones."""
-    start, ends = _held(prefix), _held(new).long().cumsum(0).clamp(max=new.bound_total)
+    start, ends = held(prefix), held(new).long().cumsum(0).clamp(max=new.bound_total)
     indptr = torch.nn.functional.pad(ends, (1, 0)).int()
     return _Lists(extent=Extent(start=start, start_visible=start, indptr=indptr), capacity=new.bound_total)
 

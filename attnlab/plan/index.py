@@ -46,11 +46,7 @@ class KVIndex:
 
     def translated(self, translation: Translation, by: Translate) -> KVIndex:
         """Return the list in the target space; raise ValueError where it is not in the source space (any more)."""
-        require(
-            self.space == translation.source,
-            f"index: {self.reqs} lists are in id space {self.space!r}, the translation is from {translation.source!r} "
-            f"to {translation.target!r}; a list is translated once",
-        )
+        check_space(self.space, translation, reqs=self.reqs)
         if translation.pages is None:
             return self
         slots = by(self.slots, self.indptr, translation)
@@ -76,3 +72,12 @@ class KVIndex:
                 f"slots: request {r}, position {at - offsets[r]} reads slot {int(live[at])}; "
                 f"expected 1 to {num_slots - 1}"
             )
+
+
+def check_space(space: str, translation: Translation, *, reqs: int) -> None:
+    """Raise ValueError unless lists that are in this id space are what a translation is from."""
+    require(
+        space == translation.source,
+        f"index: {reqs} lists are in id space {space!r}, the translation is from {translation.source!r} "
+        f"to {translation.target!r}; a list is translated once",
+    )

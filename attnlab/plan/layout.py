@@ -113,27 +113,32 @@ class DraftLists:
         )
 
 
-def seen(lens: Lens, sight: Sight, *, behind: int) -> Lens:
-    """Return how many of `lens` tokens a query at position `lens - behind` sees: the lengths of its list.
+def most_seen(lens: Lens, sight: Sight, *, behind: int) -> tuple[int, int]:
+    """Return how many of `lens` tokens queries at position `lens - behind` see: the most of each, and of all together.
 
     A decode's query is the last token, `behind` 1; that of an extend comes after the cached ones, `behind` 0. Bounds
     shrink with the sight, so that lists of a window are allocated as such.
 
-    >>> seen(HostLens.of([3, 100], device="cpu"), Sight(window=8), behind=1).values
-    (3, 8)
+    >>> most_seen(HostLens.of([3, 100], device="cpu"), Sight(window=8), behind=1)
+    (8, 11)
     """
     if not sight.partial:
-        return lens
+        return lens.bound_max, lens.bound_total
     if isinstance(lens, HostLens):
-        counts = [n - min(n, sight.first(n - behind)) for n in lens.values]
-        device = lens.device - torch.minimum(lens.device, sight.first(lens.device - behind))
-        return HostLens(values=tuple(counts), device=device)
+        counts = values_seen(lens.values, sight, behind=behind)
+        return max(counts, default=0), sum(counts)
     each = min(lens.bound_max, (sight.span or 0) - (behind == 0))
-    return DeviceLens(
-        device=lens.device - torch.minimum(lens.device, sight.first(lens.device - behind)),
-        bound_each=each,
-        bound_total=min(lens.bound_total, each * lens.count),
-    )
+    return each, min(lens.bound_total, each * lens.count)
+
+
+def values_seen(lens: Sequence[int], sight: Sight, *, behind: int) -> list[int]:
+    """Return the same of lengths that the host knows: how long each list is."""
+    if not sight.partial:
+        return list(lens)
+    if sight.chunk is None:  # every step asks, for every request
+        most = (sight.window or 0) - 1 + behind
+        return [min(n, most) for n in lens]
+    return [n - min(n, sight.first(n - behind)) for n in lens]
 
 
 def together(a: Lens, b: Lens) -> Lens:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from attnlab.checks import require
 from attnlab.memory.pool import Translation
+from attnlab.plan.lanes import LaneWork
 from attnlab.plan.layout import DraftLists, Extent
+from attnlab.plan.plans import Lane
 from attnlab.plan.policy import SplitContext, SplitPolicy, SplitSizes
 from attnlab.spec import Sight
 
@@ -17,6 +19,9 @@ from attnlab.spec import Sight
 @runtime_checkable
 class PlanOps(Protocol):
     """Index lists, in torch or in Triton. Nothing here waits for the device, and nothing reads a list's tail."""
+
+    def lane(self, work: LaneWork) -> Lane:
+        """Return a lane whose lists are split: lists, ranges, schedule, and the slots of new tokens."""
 
     def extent(
         self,

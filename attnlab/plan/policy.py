@@ -15,6 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attnlab.checks import positive, require, tensor
+from attnlab.plan.size_rules import SizeRule
 from attnlab.plan.tiles import HEAD_TILE
 from attnlab.registry import Registry
 
@@ -108,6 +109,15 @@ class SplitPolicy(ABC):
     def sizes_triton(self, lens: Int[Tensor, " reqs"], ctx: SplitContext) -> SplitSizes:
         """Return the same from a Triton kernel, where the policy has one."""
         return self.sizes(lens, ctx)
+
+    def size_rule(self, *, reqs: int, ctx: SplitContext) -> SizeRule | None:
+        """Return the same for planning's own kernel, where the policy has it: a lane is then made in two launches."""
+        return None
+
+    def __init_subclass__(cls) -> None:
+        """Give a policy with sizes of its own no rule of another's."""
+        if "sizes" in vars(cls) and "size_rule" not in vars(cls):
+            cls.size_rule = SplitPolicy.size_rule  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

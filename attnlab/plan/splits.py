@@ -157,31 +157,37 @@ def cut(policy: str | SplitPolicy | HostPolicy, lens: Sequence[int], ctx: SplitC
     >>> cut("static", [257, 5], ctx).to_host().effective
     (5, 1)
     """
-    host = HostLens.of(lens, device="cpu")
-    return cut_lens(resolve_policy(policy), host, host.device, ctx, _sizes_in_torch)
+    policy, host = resolve_policy(policy), HostLens.of(lens, device="cpu")
+    if isinstance(policy, HostPolicy):
+        return splits_of_host(policy, host.values, ctx, host.device)
+    bounds = policy.bounds(bound_max=host.bound_max, ctx=ctx)
+    return cut_live(policy, host.device, ctx, _sizes_in_torch, bounds=bounds, total=host.bound_total)
 
 
 def _sizes_in_torch(policy: SplitPolicy, lens: Tensor, ctx: SplitContext) -> SplitSizes:
     return policy.sizes(lens, ctx)
 
 
-def cut_lens(
-    policy: SplitPolicy | HostPolicy, lens: Lens, live: Int[Tensor, " reqs"], ctx: SplitContext, sizes_of: SizesOf
+def cut_live(
+    policy: SplitPolicy,
+    live: Int[Tensor, " reqs"],
+    ctx: SplitContext,
+    sizes_of: SizesOf,
+    *,
+    bounds: SplitBounds,
+    total: int,
 ) -> SplitPlan:
-    """Return the ranges of requests of `live` lengths (those of `lens`, held to its bounds), on their device.
-
-    Raises TypeError where a policy in plain Python gets lengths that only the device knows.
-    """
-    if isinstance(policy, HostPolicy):
-        return splits_of_host(policy, known_lens(policy, lens), ctx, live)
-    bounds = policy.bounds(bound_max=lens.bound_max, ctx=ctx)
+    """Return the ranges of requests of `live` lengths, which come to `total` tokens at most, on their device."""
     if isinstance(policy, SharePolicy):
-        capacity = bounds.capacity(reqs=lens.count, total=lens.bound_total)
         return splits_of_shares(
-            live, shares=policy.shares(ctx), tile=policy.tile, capacity=capacity, policy=policy.label(ctx)
+            live,
+            shares=policy.shares(ctx),
+            tile=policy.tile,
+            capacity=bounds.capacity(reqs=live.shape[0], total=total),
+            policy=policy.label(ctx),
         )
     sizes = sizes_of(policy, live.clone(), ctx)  # a rule that writes into its lengths must not change ours
-    return splits_of_sizes(sizes, live, policy=policy.label(ctx), bounds=bounds, total=lens.bound_total)
+    return splits_of_sizes(sizes, live, policy=policy.label(ctx), bounds=bounds, total=total)
 
 
 def splits_of_sizes(

@@ -15,6 +15,7 @@ from torch import Tensor
 from attnlab._triton import jit, tl
 from attnlab.checks import positive, require
 from attnlab.plan.policy import MIN_BLOCK, SplitBounds, SplitContext, SplitPolicy, SplitSizes, split_policy
+from attnlab.plan.size_rules import SizeRule, same_count, sizes_of_counts
 from attnlab.plan.tiles import HEAD_TILE
 
 
@@ -57,7 +58,7 @@ class Seed(SplitPolicy):
 
     def counts(self, lens: Int[Tensor, " rows"], ctx: SplitContext) -> Int[Tensor, " rows"]:
         """Return the ranges asked for, int32, in torch. `ctx.rows_per_seq` consecutive rows share a length."""
-        cap, programs_per_range = self.cap(ctx), self._programs_per_range(lens, ctx)
+        cap, programs_per_range = self.cap(ctx), self._programs_per_range(lens.shape[0], ctx)
         if lens.numel() == 0 or ctx.multiprocessors is None:
             return torch.where(lens > 0, cap, 0).int()
         longest = lens.max().clamp(min=1).long()
@@ -73,7 +74,7 @@ class Seed(SplitPolicy):
 
     def counts_triton(self, lens: Int[Tensor, " rows"], ctx: SplitContext) -> Int[Tensor, " rows"]:
         """Return the same counts from one program of a Triton kernel."""
-        cap, programs_per_range = self.cap(ctx), self._programs_per_range(lens, ctx)
+        cap, programs_per_range = self.cap(ctx), self._programs_per_range(lens.shape[0], ctx)
         if lens.numel() == 0 or ctx.multiprocessors is None:
             return torch.where(lens > 0, cap, 0).int()
         counts = torch.empty_like(lens, dtype=torch.int32)
@@ -88,9 +89,16 @@ class Seed(SplitPolicy):
         )
         return counts
 
-    def _programs_per_range(self, lens: Tensor, ctx: SplitContext) -> int:
+    def size_rule(self, *, reqs: int, ctx: SplitContext) -> SizeRule:
+        """Return the sizes of the same counts in Triton."""
+        if ctx.multiprocessors is None:
+            return SizeRule(function=same_count, numbers=(self.cap(ctx), 0, 0))
+        return SizeRule(
+            function=_seed_sizes, numbers=(self._programs_per_range(reqs, ctx), self.cap(ctx), ctx.multiprocessors)
+        )
+
+    def _programs_per_range(self, rows: int, ctx: SplitContext) -> int:
         """Return how many programs one range of every row takes."""
-        rows = lens.shape[0]
         require(
             rows % ctx.rows_per_seq == 0,
             f"lens: expected a multiple of rows_per_seq {ctx.rows_per_seq}, as many rows share a sequence, got {rows}",
@@ -112,18 +120,32 @@ def _next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-@jit(do_not_specialize=("rows", "programs_per_range", "cap"))
-def _seed_counts_kernel(lens_ptr, counts_ptr, rows, programs_per_range, cap, multiprocessors, BLOCK: tl.constexpr):
-    # Reference: get_num_kv_splits_triton. One program; a lane a row.
-    offs = tl.arange(0, BLOCK)
-    mask = offs < rows
-    lens = tl.load(lens_ptr + offs, mask=mask, other=0).to(tl.int64)
-    longest = tl.maximum(tl.max(lens, 0), 1)
-    shortest = tl.min(tl.where(lens > 0, lens, longest), 0)
+@jit
+def _seed_counts(lens, longest, shortest, programs_per_range, cap, multiprocessors):
+    # Reference: get_num_kv_splits_triton.
     shortest = tl.where(longest * 8 < shortest * 10, longest, shortest)
     by_imbalance = tl.cdiv(longest, tl.minimum(tl.cdiv(longest, shortest), cap))
     growth = tl.maximum(tl.log2(longest.to(tl.float32) / 64.0), 1.0)
     room = (growth * multiprocessors).to(tl.int32)
     by_room = tl.cdiv(longest, tl.minimum(tl.cdiv(room, programs_per_range), cap))
-    counts = tl.maximum(tl.cdiv(lens, by_imbalance), tl.cdiv(lens, by_room))
+    return tl.maximum(tl.cdiv(lens, by_imbalance), tl.cdiv(lens, by_room))
+
+
+@jit
+def _seed_sizes(lens, longest, shortest, programs_per_range, cap, multiprocessors):
+    counts = _seed_counts(
+        lens.to(tl.int64), longest.to(tl.int64), shortest.to(tl.int64), programs_per_range, cap, multiprocessors
+    )
+    return sizes_of_counts(lens, counts.to(tl.int32))
+
+
+@jit(do_not_specialize=("rows", "programs_per_range", "cap"))
+def _seed_counts_kernel(lens_ptr, counts_ptr, rows, programs_per_range, cap, multiprocessors, BLOCK: tl.constexpr):
+    # One program; a lane a row.
+    offs = tl.arange(0, BLOCK)
+    mask = offs < rows
+    lens = tl.load(lens_ptr + offs, mask=mask, other=0).to(tl.int64)
+    longest = tl.maximum(tl.max(lens, 0), 1)
+    shortest = tl.min(tl.where(lens > 0, lens, longest), 0)
+    counts = _seed_counts(lens, longest, shortest, programs_per_range, cap, multiprocessors)
     tl.store(counts_ptr + offs, counts.to(tl.int32), mask=mask)

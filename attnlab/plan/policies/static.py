@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnlab.checks import positive
 from attnlab.plan.policy import MIN_BLOCK, SplitBounds, SplitContext, SplitPolicy, SplitSizes, split_policy
+from attnlab.plan.size_rules import SizeRule, same_count
 
 
 @split_policy("static")
@@ -36,3 +37,7 @@ class Static(SplitPolicy):
     def sizes(self, lens: Int[Tensor, " reqs"], ctx: SplitContext) -> SplitSizes:
         """Return the length's share, rounded up to 32 keys. A length of 0 asks for no range."""
         return SplitSizes.of_counts(lens, torch.where(lens > 0, self.splits, 0).int())
+
+    def size_rule(self, *, reqs: int, ctx: SplitContext) -> SizeRule:
+        """Return the same in Triton."""
+        return SizeRule(function=same_count, numbers=(self.splits, 0, 0))

@@ -12,8 +12,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from attnlab._triton import jit, tl
 from attnlab.checks import positive
 from attnlab.plan.policy import SplitBounds, SplitContext, SplitPolicy, SplitSizes, split_policy
+from attnlab.plan.size_rules import SizeRule, parts_of
 
 
 @split_policy("tile")
@@ -38,3 +40,12 @@ class Tile(SplitPolicy):
     def sizes(self, lens: Int[Tensor, " reqs"], ctx: SplitContext) -> SplitSizes:
         """Return `tile` for every request."""
         return SplitSizes(size=torch.full_like(lens, self.tile), nominal=-(-lens // self.tile))
+
+    def size_rule(self, *, reqs: int, ctx: SplitContext) -> SizeRule:
+        """Return the same in Triton."""
+        return SizeRule(function=_tiles, numbers=(self.tile, 0, 0))
+
+
+@jit
+def _tiles(lens, longest, shortest, tile, b, c):
+    return tl.zeros_like(lens) + tile, parts_of(lens, tile)
