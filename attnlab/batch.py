@@ -63,8 +63,7 @@ class HostLens:
     device: Int[Tensor, " reqs"]
 
     def __post_init__(self) -> None:
-        whole = all(type(n) is int for n in self.values)
-        require(whole, f"values: expected ints, got {self.values[:8]!r}", TypeError)
+        require(set(map(type, self.values)) <= {int}, f"values: expected ints, got {self.values[:8]!r}", TypeError)
         require(min(self.values, default=0) >= 0, f"values: expected no length below 0, got {self.values[:8]}")
         tensor("lens", self.device, shape=[len(self.values)], dtype=torch.int32)
 

@@ -20,6 +20,8 @@ def require(condition: bool, message: str, error: type[Exception] = ValueError) 
 
 def positive(name: str, value: int) -> int:
     """Return `value`, an int of at least 1 that kernels can hold in 32 bits, or raise."""
+    if type(value) is int and 1 <= value < 2**31:  # words only where they are needed
+        return value
     require(
         isinstance(value, int) and not isinstance(value, bool), f"{name}: expected an int, got {value!r}", TypeError
     )
@@ -105,9 +107,11 @@ def tensor(
 
 
 def _sizes_match(got: torch.Size, wanted: Sequence[int | str]) -> bool:
-    return len(got) == len(wanted) and all(
-        isinstance(want, str) or want == size for want, size in zip(wanted, got, strict=True)
-    )
+    return len(got) == len(wanted) and all(map(_size_matches, got, wanted))
+
+
+def _size_matches(got: int, wanted: int | str) -> bool:
+    return got == wanted or isinstance(wanted, str)
 
 
 def same_device(a: torch.device, b: torch.device) -> bool:

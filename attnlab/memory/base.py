@@ -94,9 +94,9 @@ class BasePool:
 
 def of_layer(items: Sequence[T], pool_layer: int) -> T:
     """Return what a pool has for a layer, or raise ValueError with the places that exist."""
-    require(
-        0 <= pool_layer < len(items),
+    if 0 <= pool_layer < len(items):  # every step asks, for every request: words only where they are needed
+        return items[pool_layer]
+    raise ValueError(
         f"pool_layer: the pool has layers 0 to {len(items) - 1}, got {pool_layer}; a model's layer has its number "
-        "there in LayerSpec.pool_layer",
+        "there in LayerSpec.pool_layer"
     )
-    return items[pool_layer]

@@ -120,7 +120,8 @@ class MappedAllocator(SlotAllocator):
 
     def storage(self, name: str) -> Storage:
         """Return the storage of that name; raise ValueError with the names that exist."""
-        return self.storages[one_of("storage", name, tuple(self.storages))]
+        found = self.storages.get(name)
+        return found or self.storages[one_of("storage", name, tuple(self.storages))]
 
     def slide_out(self, owner: Hashable, *, first: Mapping[str, int]) -> None:
         """Free the pages of this owner all of whose positions lie before `first`, given for each storage.

@@ -55,15 +55,15 @@ class MappedPool(BasePool):
         page of the storage belongs to one owner, so that requests cannot share a prefix here.
         """
         home = of_layer(self.homes, pool_layer)
-        if not self.lets_go(pool_layer):
+        if home not in self.allocator.storages:
             return 0
         held = self.allocator.tokens_of(owner)
-        require(
-            self.allocator.holds(owner) and held >= holding,
+        if self.allocator.holds(owner) and held >= holding:
+            return self.allocator.kept_from(owner, home)
+        raise ValueError(
             f"owner: {holding} slots are asked for under {owner!r}, who owns {held}; in a {type(self).__name__} the "
-            "owner of slots is the request's row in the table, and prefixes are not shared (PagedCache sees to both)",
+            "owner of slots is the request's row in the table, and prefixes are not shared (PagedCache sees to both)"
         )
-        return self.allocator.kept_from(owner, home)
 
     def used_pages(self, storage: str) -> list[int]:
         """Return the pages of a storage that are in use, in ascending order."""

@@ -76,8 +76,8 @@ class KVIndex:
 
 def check_space(space: str, translation: Translation, *, reqs: int) -> None:
     """Raise ValueError unless lists that are in this id space are what a translation is from."""
-    require(
-        space == translation.source,
-        f"index: {reqs} lists are in id space {space!r}, the translation is from {translation.source!r} "
-        f"to {translation.target!r}; a list is translated once",
-    )
+    if space != translation.source:
+        raise ValueError(
+            f"index: {reqs} lists are in id space {space!r}, the translation is from {translation.source!r} "
+            f"to {translation.target!r}; a list is translated once"
+        )
