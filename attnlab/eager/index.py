@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,12 @@ MAX_INT64 = torch.iinfo(torch.int64).max
 
 class EagerPlanOps:
     """PlanOps in torch, on any device."""
+
+    def pad(self, rows: Tensor, lens: Sequence[Tensor], *, max_requests: int) -> None:
+        """Make padding of requests whose row is none of the table's."""
+        inside = (rows >= 0) & (rows < max_requests)
+        for mine in lens:
+            mine.mul_(inside)
 
     def lane(self, work: LaneWork) -> Lane:
         """Return a lane, part by part."""

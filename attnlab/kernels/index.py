@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,17 @@ class TritonPlanOps:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def pad(self, rows: Tensor, lens: Sequence[Tensor], *, max_requests: int) -> None:
+        """Computes: lengths = 0 where the row is not one of 0 to `max_requests` - 1. Grid: a program per 512 requests.
+
+        Shapes: `rows` `[reqs]` integers, `lens` one or two of `[reqs]` int32. Reads/writes: nothing else.
+        """
+        if rows.shape[0]:
+            with launching_on(self.device):
+                _pad_kernel[(-(-rows.shape[0] // _BLOCK),)](
+                    rows, lens[0], lens[-1], rows.shape[0], max_requests, BLOCK=_BLOCK
+                )
 
     def lane(self, work: LaneWork) -> Lane:
         """Return a lane: in two launches where kernels know the policy's cut, else part by part."""
@@ -212,6 +225,15 @@ class TritonPlanOps:
             return policy.sizes_triton(lens, ctx)
 
 
+@jit(do_not_specialize=("reqs",))
+def _pad_kernel(rows_ptr, lens_ptr, more_lens_ptr, reqs, max_requests, BLOCK: tl.constexpr):
+    req = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows_ptr + req, mask=req < reqs, other=0)
+    outside = (req < reqs) & ((row < 0) | (row >= max_requests))
+    tl.store(lens_ptr + req, 0, mask=outside)
+    tl.store(more_lens_ptr + req, 0, mask=outside)
+
+
 @jit(do_not_specialize=("reqs", "window", "chunk", "align", "capacity"))
 def _extent_kernel(
     query_ptr,
@@ -372,6 +394,7 @@ def _causal_kernel(bits_ptr, offsets_ptr, new_ptr, keys_ptr, pairs, BLOCK: tl.co
 
 
 KERNELS = {
+    "pad": _pad_kernel,
     "gather": _gather_kernel,
     "gather shard": _gather_shard_kernel,
     "extent": _extent_kernel,

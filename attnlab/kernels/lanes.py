@@ -108,7 +108,7 @@ def _allocate(work: LaneWork, shares: int) -> _Memory:
     sizes += [ranges * kv_heads * len(SEGMENT), (shares or ranges) * kv_heads + 1]
     # Each begins at 16 bytes, so that one compiled kernel serves all: what is missing to that lies between them.
     lengths = [length for size in sizes for length in (size, -size % 4)]
-    views = torch.empty(sum(lengths), dtype=torch.int32, device=device).split(lengths)[::2]
+    views = torch.empty(sum(lengths), dtype=torch.int32, device=device).split_with_sizes(lengths)[::2]
     slots = torch.empty(work.entries, dtype=torch.int64, device=device)
     # Under cross-attention no token is stored: all go to the sink.
     write = (torch.zeros if work.sight.cross else torch.empty)(work.tokens, dtype=torch.int64, device=device)

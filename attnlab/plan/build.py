@@ -16,7 +16,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attnlab.batch import B, Batch, DecodeBatch, DraftBatch, Encoder, ExtendBatch, Lens, VerifyBatch, lens_of, owned
-from attnlab.checks import require
 from attnlab.mask import Mask
 from attnlab.memory.pool import KVPool
 from attnlab.memory.requests import RequestTable
@@ -105,9 +104,7 @@ class Planner:
 
     def _pad(self, rows: Tensor, lengths: Sequence[Lens]) -> None:
         if rows.device.type != "cpu":
-            inside = (rows >= 0) & (rows < self.table.max_requests)
-            for lens in lengths:
-                lens.device.mul_(inside)
+            self.ops.pad(rows, [lens.device for lens in lengths], max_requests=self.table.max_requests)
 
     @cached_property
     def admission(self) -> Admission:
@@ -122,6 +119,11 @@ class Planner:
             a, space = layer.attention, self.pool.translation(layer.pool_layer).target
             kinds.setdefault(Kind(a.kv_heads, a.sight, space), []).append(layer)
         return kinds
+
+    @cached_property
+    def contexts(self) -> dict[Kind, SplitContext]:
+        """What the policy may look at for each kind of layer, in a decode."""
+        return {kind: self.context(layers) for kind, layers in self.kinds.items()}
 
     def context(self, layers: Sequence[LayerSpec], *, drafts: int | None = None) -> SplitContext:
         """Return what the policy may look at for layers that share a lane; `drafts`: of a request in a verify, at most.
@@ -217,8 +219,8 @@ class Planner:
         """Return for every kind of layer a lane for each step. The policy is asked before any list is gathered."""
         rows, cached = self._rows(batch.rows).clamp(0, self.table.max_requests - 1), held(batch.seq)
         cuts = []
-        for kind, layers in self.kinds.items():
-            ctx = replace(self.context(layers), rows_per_seq=batch.topk)
+        for kind in self.kinds:
+            ctx = replace(self.contexts[kind], rows_per_seq=batch.topk)
             cuts.append(DraftCut.of(self.policy, batch.seq, steps, kind.sight, ctx, self.ops.sizes))
         check_scratch(batch, cuts, max_ranges, max_requests=self.max_requests, max_tokens=self.max_tokens)
         lanes = []
@@ -266,7 +268,7 @@ class Planner:
             mine = keys[kind.sight.cross]
             work = LaneWork.of(
                 self.policy,
-                self.context(layers, drafts=drafts),
+                self.contexts[kind] if drafts is None else self.context(layers, drafts=drafts),
                 source=self._source(layers),
                 rows=mine.rows,
                 lens=mine.lens,
@@ -275,11 +277,11 @@ class Planner:
                 tokens=tokens,
                 written=written,
             )
-            require(
-                max_ranges is None or work.ranges <= max_ranges,
-                f"batch: may need {work.ranges:,} ranges, the scratch holds {max_ranges}; build the backend with "
-                "a larger max_requests or max_tokens",
-            )
+            if max_ranges is not None and work.ranges > max_ranges:
+                raise ValueError(
+                    f"batch: may need {work.ranges:,} ranges, the scratch holds {max_ranges}; build the backend with "
+                    "a larger max_requests or max_tokens"
+                )
             works.append(work)
         return tuple(self.ops.lane(work) for work in works)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Int, UInt8
@@ -19,6 +20,9 @@ from attnlab.spec import Sight
 @runtime_checkable
 class PlanOps(Protocol):
     """Index lists, in torch or in Triton. Nothing here waits for the device, and nothing reads a list's tail."""
+
+    def pad(self, rows: Int[Tensor, " reqs"], lens: Sequence[Int[Tensor, " reqs"]], *, max_requests: int) -> None:
+        """Make padding of requests whose row is none of `max_requests`: each of their one or two lengths becomes 0."""
 
     def lane(self, work: LaneWork) -> Lane:
         """Return a lane whose lists are split: lists, ranges, schedule, and the slots of new tokens."""

@@ -38,6 +38,22 @@ def offsets(counts: list[int]) -> list[int]:
     return [0, *accumulate(counts)]
 
 
+@both_ops
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@given(requests=st.lists(st.tuples(st.integers(-3, 8), st.integers(0, 99), st.integers(0, 99)), max_size=6))
+def test_requests_in_no_row_of_the_table_become_padding(
+    ops: str, dtype: torch.dtype, requests: list[tuple[int, int, int]]
+) -> None:
+    rows, cached, new = (ints([r[i] for r in requests], dtype if i == 0 else torch.int32) for i in range(3))
+    OPS[ops].pad(rows, [cached, new], max_requests=5)
+    inside = [0 <= row < 5 for row, *_ in requests]
+    assert cached.tolist() == [n * live for (_, n, _), live in zip(requests, inside, strict=True)]
+    assert new.tolist() == [n * live for (*_, n), live in zip(requests, inside, strict=True)]
+    seq = ints([n for _, n, _ in requests])
+    OPS[ops].pad(rows, [seq], max_requests=5)
+    assert seq.tolist() == cached.tolist()
+
+
 spans = st.none() | st.integers(1, 40)
 
 
