@@ -30,7 +30,8 @@ from attnlab.kernels import (
     extend,
     extend_hopper,
     index,
-    lanes,
+    lane_counts,
+    lane_lists,
     scores,
     verify,
     verify_shares,
@@ -278,32 +279,31 @@ def _lane_variants(pointers: dict[str, torch.dtype]) -> Iterator[Variant]:
     options = {"num_warps": 4}
     rules = {"seed": seed._seed_sizes, "static": size_rules.same_count, "tile": tile._tiles}
     for name, rule in rules.items():
-        constants = {"SIZES": rule, "BLOCK": lanes.REQUESTS}
+        constants = {"SIZES": rule, "BLOCK": lane_counts.REQUESTS}
         yield Variant(
             name=f"count sizes: {name}",
-            kernel=lanes._count_sizes_kernel,
+            kernel=lane_counts.count_sizes_kernel,
             pointers=pointers,
             constants=constants,
             options=options,
         )
     yield Variant(
         name="count shares",
-        kernel=lanes._count_shares_kernel,
+        kernel=lane_counts.count_shares_kernel,
         pointers=pointers,
-        constants={"BLOCK": lanes.REQUESTS},
+        constants={"BLOCK": lane_counts.REQUESTS},
         options=options,
     )
     for shared in (False, True):
         yield Variant(
             name=f"write lane: {'shares' if shared else 'sizes'}",
-            kernel=lanes._write_kernel,
+            kernel=lane_lists.write_lane_kernel,
             pointers=pointers,
             constants={
-                "TRANSLATED": True,
-                "NEWEST": True,
+                "new_indptr_ptr": None,
                 "SHARED": shared,
-                "ENTRIES": lanes.ENTRIES,
-                "RANGES": lanes.RANGES,
+                "ENTRIES": lane_lists.ENTRIES,
+                "RANGES": lane_lists.RANGES,
             },
             options=options,
         )
