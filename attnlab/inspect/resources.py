@@ -303,7 +303,7 @@ def _lane_variants(pointers: dict[str, torch.dtype]) -> Iterator[Variant]:
                 "new_indptr_ptr": None,
                 "SHARED": shared,
                 "ENTRIES": lane_lists.ENTRIES,
-                "RANGES": lane_lists.RANGES,
+                **lane_lists.range_constants(GQA.kv_heads),
             },
             options=options,
         )

@@ -18,7 +18,7 @@ REQUESTS = 512
 
 
 def count_lane(work: LaneWork, cut: SharePolicy | SizeRule, memory: LaneMemory) -> None:
-    """Computes: of all requests the first positions, the offsets of lists, ranges and partials, and the range sizes.
+    """Computes: of all requests the first positions, the offsets of lists and of ranges, and the range sizes.
 
     Under even shares there are no sizes, but offsets of tiles in the line of all. Grid: one program, which goes over
     all requests twice: for what a rule weighs, or a share is a share of, and for the running sums.
@@ -31,14 +31,12 @@ def count_lane(work: LaneWork, cut: SharePolicy | SizeRule, memory: LaneMemory) 
         memory.unit,
         memory.nominal,
         memory.range_indptr,
-        memory.merge_indptr,
         work.lens.count,
         work.lens.bound_max,
         work.behind,
         work.sight.window or 0,
         work.sight.chunk or 0,
         work.entries,
-        work.ctx.kv_heads,
     )
     if isinstance(cut, SharePolicy):
         count_shares_kernel[(1,)](*lists, cut.shares(work.ctx), cut.tile, BLOCK=REQUESTS)
@@ -60,16 +58,6 @@ def _listed(lens_ptr, req, reqs, before, bound, behind, window, chunk, capacity)
     ends = before + tl.cumsum(own, 0)
     length = tl.minimum(ends, capacity) - tl.minimum(ends - own, capacity)
     return start, length.to(tl.int32), tl.minimum(ends, capacity).to(tl.int32), tl.sum(own, 0)
-
-
-@jit
-def _store_offsets(range_indptr_ptr, merge_indptr_ptr, req, live, counts, before, kv_heads):
-    """Where the ranges of a block of requests end, and their partials, which are consecutive for each KV head."""
-    end = before + tl.cumsum(counts, 0)
-    tl.store(range_indptr_ptr + req + 1, end, mask=live)
-    for head in range(kv_heads):
-        partials = (end - counts) * kv_heads + (head + 1) * counts
-        tl.store(merge_indptr_ptr + req * kv_heads + head + 1, partials, mask=live)
 
 
 @jit(
@@ -95,14 +83,12 @@ def count_sizes_kernel(
     size_ptr,
     nominal_ptr,
     range_indptr_ptr,
-    merge_indptr_ptr,
     reqs,
     bound,
     behind,
     window,
     chunk,
     capacity,
-    kv_heads,
     min_size,
     max_ranges,
     in_all,
@@ -128,7 +114,6 @@ def count_sizes_kernel(
 
     tl.store(indptr_ptr, 0)
     tl.store(range_indptr_ptr, 0)
-    tl.store(merge_indptr_ptr, 0)
     entries = tl.zeros([], tl.int64)
     ranges = tl.zeros([], tl.int32)
     for at in range(0, reqs, BLOCK):
@@ -142,12 +127,12 @@ def count_sizes_kernel(
         tl.store(size_ptr + req, size, mask=live)
         tl.store(nominal_ptr + req, nominal, mask=live)
         counts = parts_of(lens, size)
-        _store_offsets(range_indptr_ptr, merge_indptr_ptr, req, live, counts, ranges, kv_heads)
+        tl.store(range_indptr_ptr + req + 1, ranges + tl.cumsum(counts, 0), mask=live)
         entries += more
         ranges += tl.sum(counts, 0)
 
 
-@jit(do_not_specialize=("reqs", "bound", "behind", "window", "chunk", "capacity"))
+@jit(do_not_specialize=("reqs", "bound", "behind", "window", "chunk", "capacity", "shares", "tile"))
 def count_shares_kernel(
     lens_ptr,
     start_ptr,
@@ -155,14 +140,12 @@ def count_shares_kernel(
     tile_indptr_ptr,
     nominal_ptr,
     range_indptr_ptr,
-    merge_indptr_ptr,
     reqs,
     bound,
     behind,
     window,
     chunk,
     capacity,
-    kv_heads,
     shares,
     tile,
     BLOCK: tl.constexpr,
@@ -178,7 +161,6 @@ def count_shares_kernel(
     tl.store(indptr_ptr, 0)
     tl.store(tile_indptr_ptr, 0)
     tl.store(range_indptr_ptr, 0)
-    tl.store(merge_indptr_ptr, 0)
     entries = tl.zeros([], tl.int64)
     tiles = tl.zeros([], tl.int32)
     ranges = tl.zeros([], tl.int32)
@@ -195,7 +177,7 @@ def count_shares_kernel(
         inside = begun(tile_end - 1, total, shares) - begun(tile_end - own, total, shares)
         counts = tl.where(own > 0, inside + 1, 0)
         tl.store(nominal_ptr + req, counts, mask=live)
-        _store_offsets(range_indptr_ptr, merge_indptr_ptr, req, live, counts, ranges, kv_heads)
+        tl.store(range_indptr_ptr + req + 1, ranges + tl.cumsum(counts, 0), mask=live)
         entries += more
         tiles += tl.sum(own, 0)
         ranges += tl.sum(counts, 0)

@@ -7,6 +7,7 @@ Reference: create_flashinfer_kv_indices_triton, with a program for each request,
 
 from __future__ import annotations
 
+from attnlab._boot import INTERPRETED
 from attnlab._triton import jit, tl
 from attnlab.kernels.index_core import storage_ids
 from attnlab.kernels.lane_memory import LaneMemory
@@ -15,8 +16,15 @@ from attnlab.plan.lanes import LaneWork
 from attnlab.plan.policy import SharePolicy
 from attnlab.plan.size_rules import SizeRule
 
-ENTRIES, RANGES = 1024, 256
-"""Slots, and ranges or shares, that one program writes."""
+ENTRIES, SEGMENTS = 1024, 8192 if INTERPRETED else 256
+"""Slots, and segments, that one program writes. The interpreter takes as long for a block of any size; compiled, more
+segments take registers that keep programs of slots from running side by side."""
+
+
+def range_constants(kv_heads: int) -> dict[str, int]:
+    """Return how many KV heads a block of segments has, a power of two, and of how many ranges it is."""
+    heads = 1 << (kv_heads - 1).bit_length()
+    return {"HEADS": heads, "RANGES": max(1, SEGMENTS // heads)}
 
 
 def write_lane(work: LaneWork, cut: SharePolicy | SizeRule, memory: LaneMemory) -> None:
@@ -27,7 +35,9 @@ def write_lane(work: LaneWork, cut: SharePolicy | SizeRule, memory: LaneMemory) 
     """
     table, translation, written = work.source.table, work.source.translation, work.written
     shares, tile = (cut.shares(work.ctx), cut.tile) if isinstance(cut, SharePolicy) else (0, 0)
-    range_programs = -(-(max(work.ranges, shares) + 1) // RANGES)
+    constants = range_constants(work.ctx.kv_heads)
+    # A block of numbers stands for ranges, for shares and for requests.
+    range_programs = -(-(max(work.ranges, shares, work.lens.count) + 1) // constants["RANGES"])
     token_programs = 0 if work.sight.cross else -(-work.tokens // ENTRIES)
     slot_programs = -(-work.entries // ENTRIES)
     write_lane_kernel[(range_programs + token_programs + slot_programs,)](
@@ -42,6 +52,7 @@ def write_lane(work: LaneWork, cut: SharePolicy | SizeRule, memory: LaneMemory) 
         memory.write,
         memory.unit,
         memory.range_indptr,
+        memory.merge_indptr,
         memory.request,
         memory.range_start,
         memory.range_end,
@@ -67,7 +78,7 @@ def write_lane(work: LaneWork, cut: SharePolicy | SizeRule, memory: LaneMemory) 
         tile,
         SHARED=shares > 0,
         ENTRIES=ENTRIES,
-        RANGES=RANGES,
+        **constants,
     )
 
 
@@ -116,41 +127,64 @@ def _range_of(number, requests):
 
 @jit
 def _store_ranges(number, req, start, end, ranges):
-    request_ptr, start_ptr, end_ptr, _, _, capacity, _ = ranges
+    request_ptr, start_ptr, end_ptr, _, capacity = ranges
     tl.store(request_ptr + number, req, mask=number < capacity)
     tl.store(start_ptr + number, start, mask=number < capacity)
     tl.store(end_ptr + number, end, mask=number < capacity)
 
 
 @jit
-def _store_segments(row, number, live, req, head, start, end, first, count, ranges):
-    """Segments of ranges for one KV head; the partials of a request are consecutive for each head."""
-    _, _, _, segments_ptr, _, capacity, kv_heads = ranges
-    partial = first * kv_heads + head * count + number - first
+def _store_segments(row, number, live, req, head, start, end, first, count, ranges, heads):
+    """Segments of ranges, `[ranges, heads]`; the partials of a request are consecutive for each KV head."""
+    _, _, _, segments_ptr, capacity = ranges
+    each, kv_heads = heads
+    partial = first[:, None] * kv_heads + each * count[:, None] + (number - first)[:, None]
+    mask = (number < capacity)[:, None] & (each < kv_heads)
     at = segments_ptr + row.to(tl.int64) * 5
-    tl.store(at, req, mask=number < capacity)
-    tl.store(at + 1, head, mask=number < capacity)
-    tl.store(at + 2, start, mask=number < capacity)
-    tl.store(at + 3, end, mask=number < capacity)
-    tl.store(at + 4, tl.where(live, partial, 0), mask=number < capacity)
+    tl.store(at, req[:, None], mask=mask)
+    tl.store(at + 1, head, mask=mask)
+    tl.store(at + 2, start[:, None], mask=mask)
+    tl.store(at + 3, end[:, None], mask=mask)
+    tl.store(at + 4, tl.where(live[:, None], partial, 0), mask=mask)
 
 
 @jit
-def _deal_sizes(number, requests, ranges):
+def _store_offsets(indptr_ptr, number, first, count, items, heads):
+    """Where the parts of (item, KV head) begin, and the end, which is that of an item number `items`.
+
+    An item has `count` parts for each head, and there are `first` for each head before it.
+    """
+    each, kv_heads = heads
+    begin = first[:, None] * kv_heads + each * count[:, None]
+    inside = (number < items)[:, None] & (each < kv_heads)
+    end = (number == items)[:, None] & (each == 0)
+    tl.store(indptr_ptr + number[:, None] * kv_heads + each, begin, mask=inside | end)
+
+
+@jit
+def _store_merged(merge_indptr_ptr, number, requests, heads):
+    """Where the partials of a block of requests begin: those of their ranges."""
+    _, _, range_indptr_ptr, reqs, _ = requests
+    first = tl.load(range_indptr_ptr + tl.minimum(number, reqs))
+    count = tl.load(range_indptr_ptr + tl.minimum(number + 1, reqs)) - first
+    _store_offsets(merge_indptr_ptr, number, first, count, reqs, heads)
+
+
+@jit
+def _deal_sizes(program_indptr_ptr, number, requests, ranges, heads):
     """A block of ranges of a size; each has a program for every KV head, whose segments lie side by side."""
     _, size_ptr, range_indptr_ptr, reqs, _ = requests
-    _, _, _, _, program_indptr_ptr, capacity, kv_heads = ranges
+    _, _, _, _, capacity = ranges
+    each, kv_heads = heads
     live, req, length, first, count = _range_of(number, requests)
     size = tl.load(size_ptr + req)
     start = tl.where(live, (number - first) * size, 0)
     end = tl.where(live, start + tl.minimum(size, length - start), 0)
     _store_ranges(number, req, start, end, ranges)
-    programs = tl.load(range_indptr_ptr + reqs) * kv_heads
-    for head in range(kv_heads):
-        row = number * kv_heads + head
-        _store_segments(row, number, live, req, head, start, end, first, count, ranges)
-        last = (number == capacity) & (head == 0)
-        tl.store(program_indptr_ptr + row, tl.minimum(row, programs), mask=(number < capacity) | last)
+    row = number[:, None] * kv_heads + each
+    _store_segments(row, number, live, req, each, start, end, first, count, ranges, heads)
+    before = tl.minimum(number, tl.load(range_indptr_ptr + reqs))
+    _store_offsets(program_indptr_ptr, number, before, live.to(tl.int32), capacity, heads)
 
 
 @jit
@@ -163,10 +197,17 @@ def _ranges_before(tile, requests, total, shares):
 
 
 @jit
-def _deal_shares(number, requests, ranges, shares, tile):
+def _ranges_of(share, requests, total, shares):
+    """How many ranges begin before a share, and how many in it."""
+    before = _ranges_before(border(share, total, shares), requests, total, shares)
+    return before, _ranges_before(border(share + 1, total, shares), requests, total, shares) - before
+
+
+@jit
+def _deal_shares(program_indptr_ptr, number, requests, ranges, heads, shares, tile):
     """A block of ranges that lie in shares, and of shares: program `c * kv_heads + h` reads share c for KV head h."""
     _, tile_indptr_ptr, _, reqs, _ = requests
-    _, _, _, _, program_indptr_ptr, capacity, kv_heads = ranges
+    each, kv_heads = heads
     total = tl.load(tile_indptr_ptr + reqs)
     live, req, length, first, count = _range_of(number, requests)
     # A request's ranges end, one after the other, where shares begin behind its first tile.
@@ -178,20 +219,13 @@ def _deal_shares(number, requests, ranges, shares, tile):
     end = tl.where(live, tl.minimum((until - first_tile) * tile, length), 0)
     _store_ranges(number, req, start, end, ranges)
     # Segments lie in the order of programs: those of a share for one KV head behind those for the head before.
-    share = tl.minimum(last_share(begin, total, shares), shares - 1)
-    before = _ranges_before(border(share, total, shares), requests, total, shares)
-    own = _ranges_before(border(share + 1, total, shares), requests, total, shares) - before
-    for head in range(kv_heads):
-        row = tl.where(live, before * kv_heads + head * own + number - before, number * kv_heads + head)
-        _store_segments(row, number, live, req, tl.where(live, head, 0), start, end, first, count, ranges)
-
-    share = tl.minimum(number, shares)
-    before = _ranges_before(border(share, total, shares), requests, total, shares)
-    own = _ranges_before(border(share + 1, total, shares), requests, total, shares) - before
-    for head in range(kv_heads):
-        program = before * kv_heads + head * own
-        last = (number == shares) & (head == 0)
-        tl.store(program_indptr_ptr + number * kv_heads + head, program, mask=(number < shares) | last)
+    before, own = _ranges_of(tl.minimum(last_share(begin, total, shares), shares - 1), requests, total, shares)
+    row = before[:, None] * kv_heads + each * own[:, None] + (number - before)[:, None]
+    row = tl.where(live[:, None], row, number[:, None] * kv_heads + each)
+    head = tl.where(live[:, None], each, 0)
+    _store_segments(row, number, live, req, head, start, end, first, count, ranges, heads)
+    before, own = _ranges_of(tl.minimum(number, shares), requests, total, shares)
+    _store_offsets(program_indptr_ptr, number, before, own, shares, heads)
 
 
 @jit(
@@ -207,6 +241,9 @@ def _deal_shares(number, requests, ranges, shares, tile):
         "bound",
         "behind",
         "capacity",
+        "kv_heads",
+        "shares",
+        "tile",
     )
 )
 def write_lane_kernel(
@@ -221,6 +258,7 @@ def write_lane_kernel(
     write_ptr,
     unit_ptr,
     range_indptr_ptr,
+    merge_indptr_ptr,
     request_ptr,
     range_start_ptr,
     range_end_ptr,
@@ -245,19 +283,22 @@ def write_lane_kernel(
     shares,
     tile,
     SHARED: tl.constexpr,
+    HEADS: tl.constexpr,
     ENTRIES: tl.constexpr,
     RANGES: tl.constexpr,
 ):
     table = (table_ptr, rows_ptr, pages_ptr, table_stride, table_rows, columns, num_pages, page_size, stride)
     requests = (indptr_ptr, unit_ptr, range_indptr_ptr, reqs, rounds)
-    ranges = (request_ptr, range_start_ptr, range_end_ptr, segments_ptr, program_indptr_ptr, capacity, kv_heads)
+    ranges = (request_ptr, range_start_ptr, range_end_ptr, segments_ptr, capacity)
+    heads = (tl.arange(0, HEADS)[None, :], kv_heads)
     program = tl.program_id(0)
     if program < range_programs:  # the first to run, as looking up whose ranges are takes longest
         number = program * RANGES + tl.arange(0, RANGES)
+        _store_merged(merge_indptr_ptr, number, requests, heads)
         if SHARED:
-            _deal_shares(number, requests, ranges, shares, tile)
+            _deal_shares(program_indptr_ptr, number, requests, ranges, heads, shares, tile)
         else:
-            _deal_sizes(number, requests, ranges)
+            _deal_sizes(program_indptr_ptr, number, requests, ranges, heads)
     elif program < range_programs + token_programs:
         token = (program - range_programs) * ENTRIES + tl.arange(0, ENTRIES)
         if new_indptr_ptr is None:
