@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -61,11 +61,18 @@ class HostLens:
 
     values: tuple[int, ...]
     device: Int[Tensor, " reqs"]
+    bound_max: int = field(init=False, repr=False)
+    """The longest request, exactly."""
+    bound_total: int = field(init=False, repr=False)
+    """All tokens, exactly."""
 
     def __post_init__(self) -> None:
         require(set(map(type, self.values)) <= {int}, f"values: expected ints, got {self.values[:8]!r}", TypeError)
         require(min(self.values, default=0) >= 0, f"values: expected no length below 0, got {self.values[:8]}")
         tensor("lens", self.device, shape=[len(self.values)], dtype=torch.int32)
+        # Every lane of a step asks for these.
+        object.__setattr__(self, "bound_max", max(self.values, default=0))
+        object.__setattr__(self, "bound_total", sum(self.values))
 
     @classmethod
     def of(cls, lens: Sequence[int], *, device: torch.device | str) -> HostLens:
@@ -86,16 +93,6 @@ class HostLens:
     def count(self) -> int:
         """How many requests there are."""
         return len(self.values)
-
-    @property
-    def bound_max(self) -> int:
-        """The longest request, exactly."""
-        return max(self.values, default=0)
-
-    @property
-    def bound_total(self) -> int:
-        """All tokens, exactly."""
-        return sum(self.values)
 
     @property
     def least_each(self) -> tuple[int, ...]:
@@ -437,7 +434,7 @@ def _check_encoder(encoder: Encoder | None, lens: Lens) -> None:
 
 def lens_of(batch: Batch | DraftBatch) -> list[Lens]:
     """Return all lengths of a batch's own rows: the encoder's are of others."""
-    values = (getattr(batch, field.name) for field in fields(batch))
+    values = (getattr(batch, part.name) for part in fields(batch))
     return [value for value in values if isinstance(value, HostLens | DeviceLens)]
 
 
@@ -449,14 +446,14 @@ def owned(batch: B) -> B:
 def _copies(parts: Batch | DraftBatch | Encoder) -> dict[str, Any]:
     """Return copies of the fields that hold tensors, by name."""
     copies: dict[str, Any] = {}
-    for field in fields(parts):
-        value = getattr(parts, field.name)
+    for part in fields(parts):
+        value = getattr(parts, part.name)
         if isinstance(value, HostLens | DeviceLens):
-            copies[field.name] = replace(value, device=value.device.clone())
+            copies[part.name] = replace(value, device=value.device.clone())
         elif isinstance(value, Tensor):
-            copies[field.name] = value.clone()
+            copies[part.name] = value.clone()
         elif isinstance(value, Encoder):
-            copies[field.name] = replace(value, **_copies(value))
+            copies[part.name] = replace(value, **_copies(value))
     return copies
 
 
