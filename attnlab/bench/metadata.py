@@ -39,7 +39,9 @@ class MetadataTime:
     replay_us: float
 
 
-def backend_of(requests: int, tokens: int, device: str, multiprocessors: int | None) -> AttentionBackend:
+def backend_of(
+    requests: int, tokens: int, device: str, multiprocessors: int | None, *, policy: str
+) -> AttentionBackend:
     """Return a backend over as many requests of as many tokens, their slots in random order."""
     spec = AttentionSpec(heads=HEADS, kv_heads=KV_HEADS, qk_dim=DIM, v_dim=DIM, scale=DIM**-0.5)
     model = ModelSpec.uniform(spec, layers=1, context_len=tokens, page_size=1, kv_dtype=torch.bfloat16)
@@ -53,7 +55,7 @@ def backend_of(requests: int, tokens: int, device: str, multiprocessors: int | N
         pool=pool,
         table=table,
         engine="triton",
-        policy="seed",
+        policy=policy,
         max_requests=requests,
         multiprocessors=multiprocessors,
     )
@@ -70,10 +72,10 @@ def host_time_us(work: Callable[[], object]) -> float:
     return median(times[REPEATS // 10 :])
 
 
-def measure(requests: int, tokens: int, kernels: dict[str, object] | None) -> list[MetadataTime]:
+def measure(requests: int, tokens: int, kernels: dict[str, object] | None, *, policy: str) -> list[MetadataTime]:
     """Return attnlab's times, anew and captured, and SGLang's."""
     count = torch.cuda.get_device_properties(0).multi_processor_count
-    backend = backend_of(requests, tokens, "cuda", count)
+    backend = backend_of(requests, tokens, "cuda", count, policy=policy)
     batch = DecodeBatch.of(rows=backend.table.rows, lens=[tokens] * requests, device="cuda")
     padding = torch.zeros(requests, device="cuda")
     graph = graphs.capture(backend, lambda plan, x: x, graphs.DecodeShape(requests=requests), inputs={"x": padding})
@@ -116,11 +118,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sglang", type=Path, help="folder of SGLang's kernels/ops/attention")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of each request")
+    parser.add_argument("--policy", default="seed", help="the split policy of attnlab's plans; SGLang's is the seed")
     options = parser.parse_args()
     kernels = None if options.sglang is None else SglangMetadata.kernels_of(options.sglang)
     print(torch.cuda.get_device_name())
     for requests in (1, 64, 512):
-        for row in measure(requests, options.tokens, kernels):
+        for row in measure(requests, options.tokens, kernels, policy=options.policy):
             name = f"{row.who:24} {row.requests:4} x {options.tokens:,}"
             print(f"{name}  host {row.host_us:7.1f} us   replay {row.replay_us:7.1f} us", flush=True)
 
