@@ -39,7 +39,7 @@ def lens(max_len: int = 1_000_000, *, min_reqs: int = 0, max_reqs: int = 8) -> s
 
 @st.composite
 def contexts(draw: st.DrawFn) -> SplitContext:
-    """What a policy may look at: MHA, GQA with odd groups, MQA, MLA; small and large devices, or none known."""
+    """What a policy may look at: MHA, GQA with odd groups, MQA, MLA; small and large devices; decodes and verifies."""
     mla = draw(st.booleans())
     kv_heads = 1 if mla else draw(st.sampled_from([1, 2, 3, 8]))
     return SplitContext(
@@ -49,6 +49,8 @@ def contexts(draw: st.DrawFn) -> SplitContext:
         mla=mla,
         context_len=1_000_000,
         multiprocessors=draw(st.sampled_from([None, 1, 8, 78, 108, 114, 132, 304])),
+        head_tile=draw(st.sampled_from([16, 64] if mla else [16])),
+        drafts=draw(st.none() | st.integers(1, 64)),
     )
 
 

@@ -16,6 +16,7 @@ from attnlab.plan.policy import HostPolicy, SharePolicy
 from attnlab.plan.schedule import SEGMENT, Schedule
 from attnlab.plan.size_rules import SizeRule
 from attnlab.plan.splits import SplitPlan
+from attnlab.plan.tiles import HEAD_TILE
 
 
 def cut_for_kernels(work: LaneWork) -> SharePolicy | SizeRule | None:
@@ -57,5 +58,6 @@ def lane_in_two_launches(work: LaneWork, cut: SharePolicy | SizeRule) -> Lane:
             kv_heads=kv_heads,
             partials=work.ranges * kv_heads,
             persistent=shares > 0,
+            head_tile=work.ctx.head_tile if shares else HEAD_TILE,
         ),
     )

@@ -79,7 +79,7 @@ def check(work: LaneWork, *, fast: bool = True) -> Lane:
     for path, x in wanted.items():
         assert (got[path].dtype, got[path].shape) == (x.dtype, x.shape), path
         assert torch.equal(got[path], x), f"{path}: {x.tolist()}, got {got[path].tolist()}"
-    for name in ("kv_heads", "partials", "persistent"):
+    for name in ("kv_heads", "partials", "persistent", "head_tile"):
         assert getattr(lane.schedule, name) == getattr(parts.schedule, name)
     assert (lane.splits.policy, lane.layout.index.space) == (parts.splits.policy, parts.layout.index.space)
     lane.splits.validate(lane.layout.index.indptr.diff().tolist())
