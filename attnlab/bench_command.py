@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +19,6 @@ from attnlab.bench.run import run
 from attnlab.bench.timing import GraphTimer
 from attnlab.bench.warm import warm
 from attnlab.bench.workloads import CURVES, Workload, chosen
-from attnlab.bench_host import measure_host
 from attnlab.checks import require
 from attnlab.files import place
 from attnlab.units import printable
@@ -85,14 +84,14 @@ def faults(result: Result) -> list[NotTimed]:
     return [other for other in others if other.reason != "declined" and other.peer.startswith(FIRST)]
 
 
-def bench_on_cpu(*, out: Path | None, quick: bool) -> int:
-    """Time what runs on a host, beside its goals; return 1 where one is missed."""
+def bench_on_cpu(measure: Callable[..., Result], *, out: Path | None, quick: bool) -> int:
+    """Time what runs on a host, as `measure` does, beside its goals; return 1 where one is missed."""
     if out is not None:
         place(out, name="--out")
     console = _console()
     with _progress(console) as progress:
         task = progress.add_task("timing", total=None)
-        result = measure_host(quick=quick, on_step=lambda name: progress.update(task, description=name, advance=1))
+        result = measure(quick=quick, on_step=lambda name: progress.update(task, description=name, advance=1))
     if out is not None:
         result.save(out)
     report(result, console)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -673,3 +674,10 @@ def test_a_graph_that_holds_nothing_is_a_wrong_result(cold: bool, monkeypatch: p
     assert [other.why.startswith("when repeated, query 0 of request 0 is off by nan") for other in row.not_timed] == [
         True
     ]
+
+
+def test_a_server_without_explorers_can_time_kernels() -> None:
+    """Found on a GPU machine that had no ipywidgets."""
+    script = "import sys; sys.modules['ipywidgets'] = None; from attnlab.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", script, "bench", "--list"], capture_output=True, text=True)
+    assert done.returncode == 0 and "decode-64x4k" in done.stdout, done.stderr
