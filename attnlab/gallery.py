@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from attnlab.assets import data_path
 from attnlab.backend import AttentionBackend
 from attnlab.batch import DecodeBatch, DraftBatch, VerifyBatch
+from attnlab.bench.result import load
 from attnlab.graphs.graph import capture
 from attnlab.graphs.shapes import VerifyShape
 from attnlab.inspect.compare import compare
@@ -179,6 +182,11 @@ class _SlidingServer:
         )
 
 
+def measured(mode: str) -> Picture:
+    """Return what was measured on an H200 of one mode's workloads, beside peers in the same run."""
+    return show(load(data_path(f"h200/{mode}.json")))
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     "split_schedule": split_schedule,
     "lse_merge": lse_merge,
@@ -190,6 +198,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "tree_mask": tree_mask,
     "draft_pages": draft_pages,
     "graph_memory": graph_memory,
+    **{f"measured_{mode}": partial(measured, mode) for mode in ("decode", "verify", "extend")},
 }
 
 

@@ -29,11 +29,11 @@ from attnlab.plots.bench_facts import (
 from attnlab.plots.chart import HUES, MARKERS
 from attnlab.plots.picture import Picture
 from attnlab.plots.show import show
-from attnlab.plots.style import FOOTER, HEADER, LEFT, SIZE, Theme, boxes, canvas, header, inches, ink_of, write
+from attnlab.plots.style import FOOTER, HEADER, LEFT, SIZE, Theme, boxes, canvas, header, inches, ink_of, text_on, write
 from attnlab.plots.words import share, short
 
-NAMES, BAR, GAP = 2.25, 2.30, 0.72
-"""Inches of the names of workloads, of the bars, and between these and the ratios, where their numbers stand."""
+NAMES, BAR, GAP = 2.25, 2.25, 0.80
+"""Inches of the names of workloads, of the bars, and between these and the ratios, where attnlab's time stands."""
 RATIO = 3.20
 ROW, HALF = 0.215, 0.32
 """Inches of a row; half of a bar, as a share of it."""
@@ -43,6 +43,8 @@ LOW, HIGH = 1 / 32, 4.0
 """Ratios beyond are drawn at the edge."""
 TICKS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0)
 FULL = 1.1
+SHORT = 0.15
+"""Shares of the ceiling whose bar is too short for its number."""
 
 
 @show.register(Result)
@@ -97,9 +99,14 @@ def _rows_figure(result: Result, rows: Sequence[Row], left_out: int, title: str,
         y = bottom + body - (number + 0.5) * ROW
         write(figure, LEFT, y, short(row.name, 34), size=SIZE["note"], va="center")
         first = row.time_of(FIRST)
-        words = "not timed" if first is None else share(part)
+        words = "not timed" if first is None else f"{first.median_us:,.0f} us"
         end = LEFT + NAMES + BAR + GAP - 0.12
         write(figure, end, y, words, size=SIZE["note"], ha="right", va="center", color=theme.soft)
+        if first is not None:
+            bar, inside = LEFT + NAMES + BAR * min(part, FULL) / FULL, part > SHORT
+            color, side = (text_on(ink_of(theme.requests[0], theme)), "right") if inside else (theme.soft, "left")
+            x = bar - 0.06 if inside else bar + 0.06
+            write(figure, x, y, share(part), size=SIZE["note"], ha=side, va="center", color=color)
     _key(figure, peers, theme, bottom + body + 0.12)
     return figure
 
