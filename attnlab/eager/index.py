@@ -15,7 +15,7 @@ from attnlab.plan.ops import check_joined
 from attnlab.plan.parts import lane_of_parts
 from attnlab.plan.plans import Lane
 from attnlab.plan.policy import SplitContext, SplitPolicy, SplitSizes
-from attnlab.plan.splits import offsets_of, owner_of
+from attnlab.plan.splits import offsets_of, owner_of, owners
 from attnlab.spec import Sight
 
 MAX_INT64 = torch.iinfo(torch.int64).max
@@ -48,11 +48,15 @@ class EagerPlanOps:
         """Return int64 ids: entry `indptr[r] + j` is `table[rows[r], max(start[r] + j, first[r])]`. The tail is 0."""
         if rows.shape[0] == 0 or capacity == 0:
             return torch.zeros(capacity, dtype=torch.int64, device=table.device)
+        # Lists are long: they are changed in place, and selected along one axis, by 32 bits where these suffice.
         entry = torch.arange(capacity, dtype=torch.int32, device=table.device)
-        req = owner_of(entry, indptr)
-        column = torch.maximum(start[req] + entry - indptr[req], first[req])
-        live = (entry < indptr[-1]) & (column >= 0) & (column < table.shape[1])
-        return torch.where(live, table[rows[req], column.clamp(0, table.shape[1] - 1)].long(), 0)
+        req, columns = owners(indptr, capacity), table.shape[1]
+        column = (start - indptr[:-1]).index_select(0, req).add_(entry)
+        torch.maximum(column, first.index_select(0, req), out=column)
+        live = (entry < indptr[-1]).logical_and_(column >= 0).logical_and_(column < columns)
+        numbers = torch.int32 if table.numel() < 2**31 else torch.int64
+        place = (rows.long() * columns).to(numbers).index_select(0, req).add_(column.clamp_(0, columns - 1))
+        return table.reshape(-1).index_select(0, place).mul_(live).long()
 
     def gather_shard(
         self,

@@ -297,6 +297,18 @@ def owner_of(entries: Int[Tensor, " n"], indptr: Int[Tensor, " reqs_1"]) -> Int[
     return owner.clamp(max=indptr.shape[0] - 2)
 
 
+def owners(indptr: Int[Tensor, " reqs_1"], count: int) -> Int[Tensor, " count"]:
+    """Return `owner_of` entries 0 up to `count`, int32: borders are counted, which is quicker than a search for each.
+
+    >>> owners(torch.tensor([0, 2, 2, 3], dtype=torch.int32), 4).tolist()
+    [0, 0, 2, 2]
+    """
+    borders = indptr[1:-1].clamp(0, count).long()
+    begun = torch.zeros(count + 1, dtype=torch.int32, device=indptr.device)
+    begun.scatter_add_(0, borders, torch.ones_like(borders, dtype=torch.int32))
+    return begun[:count].cumsum(0, dtype=torch.int32)
+
+
 def splits_of_shares(lens: Int[Tensor, " reqs"], *, shares: int, tile: int, capacity: int, policy: str) -> SplitPlan:
     """Return the ranges that begin with a request or with a share; at most `reqs + shares - 1`. No host sync.
 
