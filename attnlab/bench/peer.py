@@ -78,7 +78,8 @@ def imported(name: str) -> tuple[ModuleType | None, str]:
         return import_module(name), ""
     except ModuleNotFoundError as error:
         missing = error.name or name
-        return None, "not installed" if missing == name else f"installed, but {missing} is not, which it needs"
+        own = name == missing or name.startswith(f"{missing}.")
+        return None, "not installed" if own else f"installed, but {missing} is not, which it needs"
     except Exception as error:  # of whatever type: what a foreign package raises while it is imported
         return None, f"cannot be imported: {one_line(error)}"
 

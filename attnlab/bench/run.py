@@ -42,9 +42,9 @@ def run(
     `names` are those of the peers. After `seconds` no further workload is begun; the result names those left out.
     """
     with torch.no_grad():
+        begin = time.monotonic()
         made: dict[str, Peer] = {name: peers.get(name)(setting) for name in names}
         result = Result(machine=machine(setting, timer), ceilings=ceilings(setting.device, timer))
-        begin = time.monotonic()
         with _kept():
             for number, work in enumerate(workloads):
                 if seconds is not None and time.monotonic() - begin > seconds:

@@ -64,6 +64,10 @@ class Workload:
         require(self.mode != "decode" or self.new == 1, f"new: a decode has one query a request, got {self.new}")
         require(self.attention.mod is None, f"attention: workload {self.name!r} has a modifier, which no peer knows")
         require(len(self.tree) in (0, self.new), f"tree: expected {self.new} parents, got {len(self.tree)}")
+        chain = not self.tree or (self.mode == "verify" and not self.attention.sight.partial)
+        require(chain, f"tree: workload {self.name!r} is no verify without windows and chunks, which alone has trees")
+        cuts = self.splits is None or self.mode in ("decode", "verify")
+        require(cuts, f"splits: of a decode or verify alone, workload {self.name!r} is of mode {self.mode}")
         positive("new", self.new)
         positive("page_size", self.page_size)
 

@@ -114,10 +114,13 @@ class SplitPolicy(ABC):
         """Return the same for planning's own kernel, where the policy has it: a lane is then made in two launches."""
         return None
 
-    def __init_subclass__(cls) -> None:
-        """Give a policy with sizes of its own no rule of another's."""
-        if "sizes" in vars(cls) and "size_rule" not in vars(cls):
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Give a policy no kernel of another's: whatever it changes may change its sizes."""
+        super().__init_subclass__(**given)
+        if "size_rule" not in vars(cls):
             cls.size_rule = SplitPolicy.size_rule  # type: ignore[method-assign]
+        if "sizes_triton" not in vars(cls):
+            cls.sizes_triton = SplitPolicy.sizes_triton  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,4 +1,7 @@
-"""Tiles: what policies that count programs and kernels that launch them must agree on."""
+"""Tiles: what policies that count programs and kernels that launch them agree on.
+
+Of a verify it is the most that a tile takes: masks, fp32 and older GPUs have smaller ones, and more programs.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ HEAD_TILE = 16
 """Query heads of one group that a program packs into a tile, the original's too; the tensor core's smallest side."""
 LATENT_TILE = 64
 """Query heads that a program of even shares packs where they read latent rows: the rows of a Hopper tensor core."""
+MOST_LATENT_DIM = 576
+"""Columns of a latent row up to which 64 queries, two tiles of 64 rows and weights fit a Hopper multiprocessor."""
 NARROW_DIM = 128
 """Of values up to so wide an H200 multiprocessor holds four programs of even shares, of wider ones two (measured)."""
 
@@ -28,9 +33,9 @@ def head_tiles(group: int, tile: int = HEAD_TILE) -> int:
 def shares_tile(layers: Sequence[AttentionSpec], *, mla: bool, kv_dtype: torch.dtype) -> int:
     """Return how many query heads a program of even shares packs, for layers that have one schedule; on a Hopper GPU.
 
-    LATENT_TILE where each has more heads than fit HEAD_TILE, over latent rows in half precision whose main columns, the
-    highest power of two, are the values (512 of 576). Not under a modifier: what it needs of a multiprocessor is its
-    own affair, and such a tile leaves nothing.
+    LATENT_TILE where each has more heads than fit HEAD_TILE, over latent rows in half precision of at most
+    MOST_LATENT_DIM columns, whose main ones, the highest power of two, are the values (512 of 576). Not under a
+    modifier: what it needs of a multiprocessor is its own affair, and such a tile leaves nothing.
 
     >>> deepseek = AttentionSpec(heads=128, kv_heads=1, qk_dim=576, v_dim=512, scale=0.07)
     >>> shares_tile([deepseek], mla=True, kv_dtype=torch.bfloat16)
@@ -43,7 +48,7 @@ def shares_tile(layers: Sequence[AttentionSpec], *, mla: bool, kv_dtype: torch.d
 
 def _many_over_latent_rows(layer: AttentionSpec) -> bool:
     main, rest = layer.v_dim, layer.qk_dim - layer.v_dim
-    many = layer.group > HEAD_TILE and layer.mod is None
+    many = layer.group > HEAD_TILE and layer.mod is None and layer.qk_dim <= MOST_LATENT_DIM
     return many and all(x >= HEAD_TILE and x & (x - 1) == 0 for x in (main, rest)) and rest < main
 
 

@@ -25,7 +25,7 @@ from attnlab.plan.policies.balanced import Balanced
 from attnlab.plan.policies.seed import Seed
 from attnlab.plan.policies.static import Static
 from attnlab.plan.policies.tile import Tile
-from attnlab.plan.policy import SharePolicy, SplitContext, SplitPolicy, resolve_policy, split_policies
+from attnlab.plan.policy import SharePolicy, SplitContext, SplitPolicy, SplitSizes, resolve_policy, split_policies
 from attnlab.spec import Sight
 from tests.strategies import DEVICE, contexts, lens
 
@@ -168,9 +168,27 @@ def test_batches_without_a_key_are_planned_alike(policy: SplitPolicy, batch: lis
     check(work_of(policy, HostLens.of(batch, device=DEVICE)))
 
 
+class Halves:
+    """Sizes of two ranges a request, to mix into a policy."""
+
+    def sizes(self, lens: torch.Tensor, ctx: SplitContext) -> SplitSizes:
+        size = ((lens + 1) // 2).clamp(min=1)
+        return SplitSizes(size=size, nominal=torch.full_like(lens, 2))
+
+
 def test_a_policy_with_sizes_of_its_own_has_no_rule_of_anothers() -> None:
     class Doubled(Static):
         def sizes(self, lens: torch.Tensor, ctx: SplitContext) -> Any:
             return super().sizes(2 * lens, ctx)
 
     check(work_of(Doubled(), HostLens.of([300, 5], device=DEVICE)), fast=False)
+
+    class Capped(Seed):
+        def counts(self, lens: torch.Tensor, ctx: SplitContext) -> Any:
+            return super().counts(lens, ctx).clamp(max=2)
+
+    class Mixed(Halves, Tile):
+        pass
+
+    for policy in (Capped(), Mixed()):
+        check(work_of(policy, HostLens.of([900, 5], device=DEVICE)), fast=False)
