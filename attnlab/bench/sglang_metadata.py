@@ -1,4 +1,4 @@
-"""Other systems, timed beside attnlab in one run. Their files come from where they were put: nothing is installed."""
+"""What SGLang's kernels take to prepare a decode step. Their files come from a folder: nothing is installed."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from attnlab.plan.tiles import HEAD_TILE, head_tiles
 from attnlab.spec import AttentionSpec
 
 LATENT_ABOVE = 256
-"""Values wider than that are latent rows: their partials are merged by tiles that follow the number of ranges."""
+"""Partials of values wider than that are merged by tiles that follow the number of ranges: those of latent rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

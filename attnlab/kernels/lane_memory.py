@@ -1,4 +1,4 @@
-"""What planning a lane writes: views of one allocation, as twelve allocations would take longer than the kernels."""
+"""What planning a lane writes: views of one allocation, as one each would take longer than the kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnlab.plan.schedule import SEGMENT
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaneMemory:
-    """The tensors of a lane, int32 but for the slots; nothing is written yet.
+    """The tensors of a lane, int32 but for the slots, before they are written.
 
     `unit`: of sizes each request's, of shares where each request's tiles begin in the line of all.
     """

@@ -26,14 +26,16 @@ def held(row: Row) -> bool:
 
 
 def statement(result: Result, rows: Sequence[Row]) -> str:
-    """Return the picture's title: on how many workloads attnlab is the fastest, and how near the ceiling it comes."""
+    """Return the picture's title: on how many workloads attnlab beats the others, and how near the ceiling it comes."""
     shares = [part for row in rows if (part := result.ceiling_share(row, FIRST)) is not None]
     near = f"attnlab reaches up to {share(max(shares))} of the ceiling" if shares else "nothing was timed"
     against = [row for row in rows if held(row)]
     if not against:
         return near if shares else "No workload has a time of attnlab"
     faster = sum(all(ratio < 1 for peer, ratio in ratios(row).items() if not peer.startswith(FIRST)) for row in against)
-    return f"{near}, and is the fastest on {faster} of {plural(len(against), 'workload')}"
+    others = [peer for peer in result.peers if not peer.startswith(FIRST)]
+    named = " and ".join(others) if len(others) < 3 else f"all {len(others)} others"
+    return f"{near}, and beats {named} on {faster} of {plural(len(against), 'workload')}"
 
 
 def growth(curve: str, rows: Sequence[Row]) -> str:

@@ -21,9 +21,9 @@ UNKNOWN = 128
 class Balanced(SharePolicy):
     """Deal tiles of `tile` keys to all programs that a device holds at a time, an even share each.
 
-    `programs` are those that a multiprocessor holds; None: four, two where values are wider than 128, or one where
-    a tile has drafts, or more than 16 heads. Not batch-invariant: where a request is cut depends on all that come
-    before it.
+    `programs` are those that a multiprocessor holds; None: four, two over latent rows or values wider than 128, or one
+    where a tile has drafts, or packs more than 16 heads. Not batch-invariant: where a request is cut depends on all
+    that come before it.
     """
 
     tile: int = 128
