@@ -56,6 +56,8 @@ def bench_on_gpu(
         _console(),
     )
     begin = time.monotonic()
+    for name in taking:
+        peers.get(name)(setting)  # a folder that is not there is told before anything is compiled
     with _progress(console) as progress:
         if jobs > 1:
             task = progress.add_task("compiling", total=len(works))

@@ -12,11 +12,13 @@ from attnlab import _triton
 from attnlab._boot import INTERPRETED
 from attnlab.assets import load_json
 from attnlab.backend import AttentionBackend
+from attnlab.checks import placed, require
+from attnlab.engines import ENGINES
 from attnlab.kernels.target import Target
 from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.pools.mla import MLAPool
 from attnlab.memory.requests import RequestTable
-from attnlab.plan.policy import HostPolicy, SplitPolicy
+from attnlab.plan.policy import HostPolicy, SplitPolicy, resolve_policy
 from attnlab.spec import ModelSpec
 
 PUBLISHED = "seed"
@@ -61,6 +63,11 @@ def backend_for(
     engine eager: there is no GPU here. policy balanced: given
     'balanced'
     """
+    require(
+        isinstance(model, ModelSpec),
+        f"model: expected a ModelSpec, got {model!r}; ModelSpec.load(name) makes one",
+        TypeError,
+    )
     choice = choose(device, engine=engine, policy=policy, deterministic=deterministic)
     pool = (MLAPool if model.mla else MHAPool)(model, num_slots=num_slots, device=device)
     table = RequestTable(
@@ -93,7 +100,11 @@ def choose(
     deterministic: bool,
 ) -> Choice:
     """Return engine and policy for a device: what is given, or else what was measured."""
-    device = torch.device(device)
+    device = placed(device)
+    require(device.type in ("cpu", "cuda"), f"device: expected a CPU or a GPU, got {str(device)!r}")
+    known = list(ENGINES)
+    require(engine is None or engine in known, f"engine: expected one of {', '.join(known)} or None, got {engine!r}")
+    given = None if policy is None else resolve_policy(policy)
     target = Target.of(device) if device.type == "cuda" else None
     if engine is not None:
         runs_on, because = engine, "given"
@@ -101,8 +112,9 @@ def choose(
         runs_on, because = "eager", "there is no GPU here" if target is None else "no kernel is compiled here"
     else:
         runs_on, because = "triton", "compiled"
-    if policy is not None:
-        cut, measured = policy, "given"
+    cut: str | SplitPolicy | HostPolicy
+    if given is not None:
+        cut, measured = given, "given"
     elif deterministic:
         cut, measured = INVARIANT, "it looks at each request alone"
     else:

@@ -132,7 +132,25 @@ def _doctor(home: Any, args: argparse.Namespace) -> int:
     return 1 if report.troubles else 0
 
 
+_BENCH = {
+    "only": [],
+    "quick": False,
+    "peers": None,
+    "without": [],
+    "seconds": None,
+    "jobs": 1,
+    "sglang": None,
+    "out": None,
+}
+_BENCH_TAKES = {"list": ("only", "quick"), "compare": (), "cpu": ("quick", "out")}
+"""Options of a benchmark by their defaults, and those that have a meaning beside --list, --compare and --cpu."""
+
+
 def _bench(home: Any, args: argparse.Namespace) -> int:
+    for kind, takes in _BENCH_TAKES.items():
+        more = [f"--{name}" for name, default in _BENCH.items() if getattr(args, name) != default and name not in takes]
+        if getattr(args, kind) and more:
+            raise ValueError(f"--{kind} does not take {', '.join(more)}; leave it away")
     if args.list:
         home.list_workloads(args.only, quick=args.quick)
         return 0

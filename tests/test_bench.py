@@ -394,8 +394,15 @@ def test_a_result_knows_rates_and_shares_of_the_ceiling() -> None:
         (lambda content: json.dumps({**content, "rows": [{}]}), "is damaged: it has no 'timed'"),
         (lambda content: json.dumps({**content, "machine": {}}), "is damaged: "),
         (lambda content: json.dumps({**content, "more": 1, "rows": 3}), "is damaged: "),
-        (lambda content: json.dumps(content).replace("2.0", '"2.0"', 1), "expected a number, got '2.0'"),
+        (lambda content: json.dumps(content).replace("2.0", '"2.0"', 1), "a number from 0 on, got '2.0'"),
         (lambda content: json.dumps(content).replace("2.0", "NaN", 1), "NaN is no number"),
+        (lambda content: json.dumps(content).replace('"median_us": 2.0', '"median_us": 0', 1), "more than 0, got 0"),
+        (lambda content: json.dumps(content).replace('"median_us": 2.0', '"median_us": null', 1), "got None"),
+        (lambda content: json.dumps(content).replace('"median_us": 2.0', '"median_us": -1', 1), "a number from 0 on"),
+        (lambda content: json.dumps(content).replace('"median_us": 2.0', '"median_us": 1' + "0" * 400, 1), "a number"),
+        (lambda content: "[" * 100_000, "is no JSON file"),
+        (lambda content: json.dumps({**content, "left_out": "abc"}), "left_out: expected a list of names"),
+        (lambda content: json.dumps({**content, "machine": {**content["machine"], "versions": []}}), "versions: "),
         (lambda content: json.dumps(content).replace("declined", "asleep"), "reason: expected one of"),
     ],
 )
@@ -408,6 +415,16 @@ def test_a_file_that_is_no_result_is_an_error(
     with pytest.raises(ValueError, match="result: ") as raised:
         bench.load(path)
     assert words in str(raised.value)
+
+
+def test_runs_that_have_nothing_in_common_are_not_compared() -> None:
+    with pytest.raises(ValueError, match="no workload and peer in common: the one timed a, the other b"):
+        compare_runs(result({"a": 1.0}), result({"b": 1.0}))
+
+
+def test_a_goal_is_more_than_nothing() -> None:
+    with pytest.raises(ValueError, match="goal: expected more than 0 or None, got 0"):
+        Goal(name="plan", measured=1.0, goal=0.0, unit="ms")
 
 
 def test_two_runs_are_compared_by_more_than_noise() -> None:
@@ -674,6 +691,21 @@ def test_a_graph_that_holds_nothing_is_a_wrong_result(cold: bool, monkeypatch: p
     assert [other.why.startswith("when repeated, query 0 of request 0 is off by nan") for other in row.not_timed] == [
         True
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--cpu", "--only", "decode", "--seconds", "3"], "--cpu does not take --only, --seconds"),
+        (["--list", "--out", "x.json"], "--list does not take --out"),
+        (["--compare", "a.json", "b.json", "--quick"], "--compare does not take --quick"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *options]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_a_server_without_explorers_can_time_kernels() -> None:

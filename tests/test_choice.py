@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -75,6 +77,17 @@ def test_the_backend_serves_a_step() -> None:
     assert backend.extend(0, q, k, v, plan).isfinite().all()
 
 
-def test_an_unknown_engine_is_named() -> None:
-    with pytest.raises(ValueError, match="engine"):
-        chosen(engine="eagre")
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "engine": ({"engine": "eagre"}, ValueError, "engine: expected one of eager, triton or None, got 'eagre'"),
+    "an engine's class": ({"engine": 5}, ValueError, "engine: expected one of eager, triton or None, got 5"),
+    "policy": ({"policy": 5}, TypeError, "policy"),
+    "device": ({"device": "meta"}, ValueError, "device: expected a CPU or a GPU, got 'meta'"),
+    "model": ({"model": "SmolLM2-135M"}, TypeError, r"model: expected a ModelSpec.*ModelSpec.load\(name\)"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_be_is_named(what: str) -> None:
+    given, error, words = BAD[what]
+    with pytest.raises(error, match=words):
+        attnlab.backend_for(**{"model": MODEL, "device": "cpu", **ROOM, **given})

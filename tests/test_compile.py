@@ -106,6 +106,31 @@ def test_tensor_core_instructions_do_not_wait_for_each_other(compiling: dict[str
     assert len(answers) >= 3 and set(answers.values()) == {"False"}, answers
 
 
+LOOPS = """
+from collections import Counter
+from attnlab.inspect import resources
+words = ("fma.rn.f32", "mul.f32", "add.f32", "sub.f32", "max.f32", "ex2.approx")
+for variant in resources.variants(resources.TARGETS["sm_90"]):
+    one_pass = variant.name.startswith("extend in one pass" + resources.FOR_HOPPER)
+    if one_pass or "Hopper: gqa 4 x 128, window" in variant.name:
+        lines = resources.ptx(variant).splitlines()
+        scores = [i for i, line in enumerate(lines) if "wgmma.mma_async" in line and "m64n64" in line]
+        values = [i for i, line in enumerate(lines) if "wgmma.mma_async" in line and "m64n128" in line]
+        for last in [i for i in scores if not any(i < other < min(v for v in values if v > i) for other in scores)]:
+            step = lines[last : min(v for v in values if v > last)]
+            print(*[sum(word in line for line in step) for word in words])
+"""
+
+
+def test_tiles_with_and_without_masks_are_attended_by_the_same_arithmetic(compiling: dict[str, str]) -> None:
+    """B40: in one pass a tile is seen whole after one cut of a prompt and in part after another, with the same bits."""
+    command = [sys.executable, "-c", LOOPS]
+    done = subprocess.run(command, env=compiling, capture_output=True, text=True, check=True)
+    loops = done.stdout.splitlines()
+    assert len(loops) >= 2 + 6 and len(set(loops)) == 1, loops
+    assert all(int(count) > 0 for count in loops[0].split()), loops
+
+
 PDL = """
 from attnlab.inspect import resources
 for variant in resources.variants(resources.TARGETS["sm_90"]):

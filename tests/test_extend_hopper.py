@@ -73,10 +73,10 @@ def test_what_it_cannot_serve_is_left_to_the_other(change: dict[str, Any], launc
     assert not launches
 
 
-def test_a_scale_that_turns_scores_around_is_left_to_the_other(launches: list[ExtendCall]) -> None:
+def test_a_scale_that_comes_last_in_no_fp32_is_left_to_the_other(launches: list[ExtendCall]) -> None:
     Stand(CASES[0], "triton", "cpu").run()
     (call,) = launches
-    for scale in (0.0, -0.5):
+    for scale in (0.0, -0.5, 1e-40, 3e38):
         spec = replace(call.spec, scale=scale)
         assert not can_serve(replace(call, spec=spec))
 

@@ -131,6 +131,23 @@ def test_a_request_has_the_same_bits_alone_and_among_longer_ones(shape: str, cal
         assert torch.equal(mine, out[at : at + n]) and torch.equal(its_lse, lse[at : at + n])
 
 
+@pytest.mark.parametrize("features", ["plain", "window", "chunk"])
+@pytest.mark.parametrize("shape", ["64-64", "128-128", "128-pages", "256-256"])
+def test_one_pass_gives_the_same_bits_however_a_prompt_is_cut(shape: str, features: str) -> None:
+    """B40: a tile of keys that all queries of one cut see whole is seen in part after another."""
+    case = BASE.but(id=f"cut {shape} {features}", prefix=(0,), new=(400,), one_pass=True, policy="tile")
+    whole = Stand(case.but(**SHAPES[shape], **FEATURES[features]), "triton", "cuda")
+    want, want_lse = whole.run()
+    for first, last in ((0, 70), (70, 133), (133, 333), (333, 400)):
+        part = Stand(whole.case.but(prefix=(first,), new=(last - first,)), "triton", "cuda")
+        mine, uncut = part.inputs, whole.inputs
+        mine.k[0], mine.v[0], mine.q[0] = uncut.k[0][:last], uncut.v[0][:last], uncut.q[0][first:last]
+        part.inputs = replace(mine, sinks=uncut.sinks)
+        part.cache(0, first)
+        out, lse = part.run()
+        assert torch.equal(out, want[first:last]) and torch.equal(lse, want_lse[first:last])
+
+
 @dataclass(frozen=True)
 class Long:
     """One request in a large pool: its last slots lie at the pool's end. What it does not own is NaN."""

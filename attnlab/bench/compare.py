@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attnlab.bench.result import Result
+from attnlab.checks import require
 
 LEAST_NOISE = 0.03
 """Times of one machine repeat within this share from run to run."""
@@ -58,12 +59,20 @@ class RunComparison:
 
 
 def compare_runs(before: Result, after: Result) -> RunComparison:
-    """Return what changed between two runs, in the order of the later one."""
+    """Return what changed between two runs, in the order of the later one.
+
+    Raises ValueError where they have no time in common, or measured one thing in two units.
+    """
     early, late = _times(before), _times(after)
+    require(
+        bool(early.keys() & late.keys()),
+        f"compare: the runs have no workload and peer in common: the one timed {_some(early)}, the other {_some(late)}",
+    )
     changes = []
     for (name, peer), (time, noise, unit) in late.items():
         if (name, peer) in early and early[name, peer][0] > 0:
-            was, its_noise, _ = early[name, peer]
+            was, its_noise, its_unit = early[name, peer]
+            require(its_unit == unit, f"compare: {name} was measured in {its_unit} before, in {unit} after")
             most = max(LEAST_NOISE, noise, its_noise)
             changes.append(Change(name=name, peer=peer, before=was, after=time, noise=most, unit=unit))
     return RunComparison(
@@ -73,6 +82,12 @@ def compare_runs(before: Result, after: Result) -> RunComparison:
         only_before=tuple(key for key in early if key not in late),
         only_after=tuple(key for key in late if key not in early),
     )
+
+
+def _some(times: dict[tuple[str, str], tuple[float, float, str]]) -> str:
+    """Return the first few names in words."""
+    names = list(dict.fromkeys(name for name, _ in times))
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "") if names else "nothing"
 
 
 def _times(result: Result) -> dict[tuple[str, str], tuple[float, float, str]]:

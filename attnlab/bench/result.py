@@ -6,7 +6,6 @@ No GPU is needed to read one: `attnlab.bench.load("run.json")`.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -120,6 +119,9 @@ class Goal:
     unit: str
     noise: float = 0.0
 
+    def __post_init__(self) -> None:
+        require(self.goal is None or self.goal > 0, f"goal: expected more than 0 or None, got {self.goal!r}")
+
     @property
     def met(self) -> bool | None:
         """Whether it is reached; None where there is no goal."""
@@ -173,7 +175,7 @@ def load(path: str | Path) -> Result:
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_constant)
-    except ValueError as error:  # no text, or no JSON
+    except (ValueError, RecursionError) as error:  # no text, or no JSON
         raise ValueError(f"result: {str(path)!r} is no JSON file ({error}); attnlab bench writes one") from error
     found = content.get("format") if isinstance(content, dict) else None
     require(
@@ -187,11 +189,17 @@ def load(path: str | Path) -> Result:
             ceilings=None if content["ceilings"] is None else _made(Ceilings, content["ceilings"]),
             rows=tuple(_row(row) for row in content["rows"]),
             goals=tuple(_made(Goal, goal) for goal in content["goals"]),
-            left_out=tuple(str(name) for name in content["left_out"]),
+            left_out=tuple(_words(content["left_out"])),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"result: {str(path)!r} is damaged: {reason}") from error
+
+
+def _words(content: Any) -> list[str]:
+    words = isinstance(content, list) and all(isinstance(name, str) for name in content)
+    require(words, f"left_out: expected a list of names, got {content!r}")
+    return list(content)
 
 
 def _row(content: Mapping[str, Any]) -> Row:
@@ -205,7 +213,10 @@ def _row(content: Mapping[str, Any]) -> Row:
     return made
 
 
-NUMBERS = ("float", "int", "float | None", "int | None")
+MOST = 1e30
+"""No time, count or rate is more."""
+ABOVE_0 = ("copy_tb_s", "read_tb_s", "matmul_tflop_s", "median_us", "measured", "goal")
+"""What others are divided by."""
 
 
 def _made(kind: type[Any], content: Mapping[str, Any]) -> Any:
@@ -213,12 +224,17 @@ def _made(kind: type[Any], content: Mapping[str, Any]) -> Any:
     unknown = set(content) - {one.name for one in fields(kind)}
     require(not unknown, f"{kind.__name__} has no field {', '.join(sorted(unknown))}")
     for one in fields(kind):
-        value = content.get(one.name)
-        if one.type in NUMBERS and value is not None:
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            require(number, f"{one.name}: expected a number, got {value!r}")
-        if one.type == "str" and one.name in content:
-            require(isinstance(value, str), f"{one.name}: expected words, got {value!r}")
+        value: Any = content.get(one.name)
+        optional, due = one.type.endswith("| None"), one.type.removesuffix(" | None")
+        if one.name not in content or (value is None and optional):
+            continue
+        if due in ("float", "int"):
+            number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MOST
+            require(number, f"{one.name}: expected a number from 0 on, got {value!r}")
+            require(one.name not in ABOVE_0 or value > 0, f"{one.name}: expected more than 0, got {value!r}")
+        elif due in ("str", "dict[str, str]"):
+            kind_of = str if due == "str" else dict
+            require(isinstance(value, kind_of), f"{one.name}: expected {due}, got {value!r}")
     return kind(**content)
 
 

@@ -27,7 +27,7 @@ from attnlab.kernels.core import (
     store_states,
     write_rows,
 )
-from attnlab.kernels.launch import lifted, narrow, slot_stride, tile_constants, written
+from attnlab.kernels.launch import lifted, narrow, scales_last, slot_stride, tile_constants, written
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.call import DecodeCall
@@ -126,7 +126,7 @@ def latent_constants(
         "BLOCK_H": LATENT_TILE,
         **tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n),
         # Then a score is a product times a positive number, and largest products are largest scores.
-        "PLAIN": spec.scale > 0 and spec.softcap is None and spec.temperature_len is None,
+        "PLAIN": scales_last(spec.scale, view.k_scale) and spec.softcap is None and spec.temperature_len is None,
         "HAS_SINKS": spec.has_sinks,
         "HAS_LSE": has_lse,
         "NARROW": narrow(view.k, view.v),

@@ -32,7 +32,16 @@ from attnlab.kernels.core import (
     visible_keys,
     write_rows,
 )
-from attnlab.kernels.launch import lifted, narrow, padded, sight_constants, slot_stride, tile_constants, written
+from attnlab.kernels.launch import (
+    lifted,
+    narrow,
+    padded,
+    scales_last,
+    sight_constants,
+    slot_stride,
+    tile_constants,
+    written,
+)
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.extend_call import ExtendCall
@@ -54,12 +63,11 @@ def serves(call: ExtendCall, target: Target) -> bool:
 def can_serve(call: ExtendCall) -> bool:
     """Whether the kernel computes what the call asks for, on any device.
 
-    Queries stand one behind the other, nothing behind a window is seen, and scores are scaled after the largest of
-    them is found, so that the scale must be above 0.
+    Queries stand one behind the other, nothing behind a window is seen, and scores are scaled last.
     """
     spec, queries = call.spec, call.queries
     both_ways = spec.sight.partial and not spec.sight.causal
-    plain = spec.mod is None and queries.bits is None and spec.scale > 0
+    plain = spec.mod is None and queries.bits is None and scales_last(spec.scale, call.view.k_scale)
     return plain and (queries.ordered or spec.cross) and not both_ways
 
 

@@ -75,6 +75,14 @@ def narrow(*tensors: Tensor) -> bool:
     return max(extents) < NARROW_BELOW
 
 
+def scales_last(scale: float, k_scale: float) -> bool:
+    """Whether products may be scaled after the largest of them is found, by a factor that takes log2(e) too.
+
+    It must be above 0, and a normal number in fp32: one that a device rounds to 0 makes NaN of what is hidden.
+    """
+    return all(2.0**-126 <= factor < 2.0**126 for factor in (scale, scale * k_scale))
+
+
 def lifted(x: Tensor, target: Target) -> Tensor:
     """Return a tensor as kernels may read it: the interpreter computes in fp32 alone."""
     return x.float() if target.kind == "interpreter" else x

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnlab.batch import Lens
 from attnlab.memory.pool import Translation
 from attnlab.plan.layout import Extent, most_seen, values_seen
-from attnlab.plan.policy import HostPolicy, SplitBounds, SplitContext, SplitPolicy
+from attnlab.plan.policy import HostPolicy, SharePolicy, SplitBounds, SplitContext, SplitPolicy
 from attnlab.plan.splits import Ranges, known_lens, ranges_of_host
 from attnlab.spec import Sight
 
@@ -70,6 +70,7 @@ class LaneWork:
         Raises TypeError where such a policy gets lengths that only the device knows.
         """
         each, total = most_seen(lens, sight, behind=behind)
+        policy = policy.dealt(ctx) if isinstance(policy, SharePolicy) else policy
         bounds = policy.bounds(bound_max=each, ctx=ctx)
         if isinstance(policy, HostPolicy):
             asked = ranges_of_host(policy, values_seen(known_lens(policy, lens), sight, behind=behind), ctx)

@@ -19,6 +19,8 @@ from attnlab.plan.size_rules import SizeRule
 from attnlab.plan.tiles import HEAD_TILE
 from attnlab.registry import Registry
 
+MOST_SHARES = 1 << 16
+"""Shares that a policy may deal: far more than programs run at a time."""
 MIN_BLOCK = 32
 """Where a policy asks for a number of ranges, their size is rounded up to a multiple of this many keys."""
 
@@ -176,6 +178,43 @@ class SharePolicy(SplitPolicy):
         shares, tiles = self.shares(ctx), -(-lens // self.tile)
         size = ((tiles.sum() + shares - 1) // shares).clamp(min=1).int() * self.tile
         return SplitSizes(size=torch.ones_like(lens) * size, nominal=-(-lens // size))
+
+    def dealt(self, ctx: SplitContext) -> DealtShares:
+        """Return the rule with its number of shares, asked once, for a plan to hold to.
+
+        Raises TypeError or ValueError where shares or tile are no numbers that plans have room for.
+        """
+        count = self.shares(ctx)
+        for name, value in (("tile", self.tile), ("shares", count)):
+            positive(f"policy {self.name!r}: {name}", value)
+        require(
+            count <= MOST_SHARES,
+            f"policy {self.name!r}: shares: expected at most {MOST_SHARES:,}, got {count:,}; no device runs as many "
+            "programs at a time",
+        )
+        return DealtShares(name=self.name, words=self.label(ctx), tile=self.tile, count=count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DealtShares(SharePolicy):
+    """A share policy's answer for layers that share a lane; its bounds are those that even shares have."""
+
+    name: str
+    words: str
+    tile: int
+    count: int
+
+    def label(self, ctx: SplitContext) -> str:
+        """Return the policy's own words."""
+        return self.words
+
+    def shares(self, ctx: SplitContext) -> int:
+        """Return the number that was asked for."""
+        return self.count
+
+    def dealt(self, ctx: SplitContext) -> DealtShares:
+        """Return itself."""
+        return self
 
 
 HostRule = Callable[[Sequence[int], SplitContext], Sequence[Sequence[tuple[int, int]]]]

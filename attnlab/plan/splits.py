@@ -160,6 +160,7 @@ def cut(policy: str | SplitPolicy | HostPolicy, lens: Sequence[int], ctx: SplitC
     policy, host = resolve_policy(policy), HostLens.of(lens, device="cpu")
     if isinstance(policy, HostPolicy):
         return splits_of_host(policy, host.values, ctx, host.device)
+    policy = policy.dealt(ctx) if isinstance(policy, SharePolicy) else policy
     bounds = policy.bounds(bound_max=host.bound_max, ctx=ctx)
     return cut_live(policy, host.device, ctx, _sizes_in_torch, bounds=bounds, total=host.bound_total)
 

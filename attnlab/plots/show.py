@@ -23,7 +23,7 @@ class Show:
     - ScoreView, CallTrace, Trace: `zoom`, a key's position, and `pool`, "key", "page" or "split"
     - StageView: `zoom`, a key's position
     - Comparison: `call`, the number of a pair of calls
-    - Result of a benchmark: `kind`, "rows" or "curves"
+    - Result: `kind` of what a benchmark measured, "rows" or "curves"
 
     Others have none. `show.types()` lists all types, `show.options(type)` what a picture of one can be told, and
     `show.register(type)` adds a kind of picture, from a notebook's cell as well.

@@ -25,7 +25,15 @@ from attnlab.plan.policies.balanced import Balanced
 from attnlab.plan.policies.seed import Seed
 from attnlab.plan.policies.static import Static
 from attnlab.plan.policies.tile import Tile
-from attnlab.plan.policy import SharePolicy, SplitContext, SplitPolicy, SplitSizes, resolve_policy, split_policies
+from attnlab.plan.policy import (
+    SharePolicy,
+    SplitBounds,
+    SplitContext,
+    SplitPolicy,
+    SplitSizes,
+    resolve_policy,
+    split_policies,
+)
 from attnlab.spec import Sight
 from tests.strategies import DEVICE, contexts, lens
 
@@ -192,3 +200,39 @@ def test_a_policy_with_sizes_of_its_own_has_no_rule_of_anothers() -> None:
 
     for policy in (Capped(), Mixed()):
         check(work_of(policy, HostLens.of([900, 5], device=DEVICE)), fast=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tight(Few):
+    """Bounds that even shares cannot keep: they have bounds of their own."""
+
+    def bounds(self, *, bound_max: int, ctx: SplitContext) -> SplitBounds:
+        return SplitBounds(max_ranges=1, min_size=1)
+
+
+class Growing(SharePolicy):
+    """A number of shares that is another one whenever it is asked for: a plan asks once."""
+
+    name, tile, asked = "growing", 16, 3
+
+    def shares(self, ctx: SplitContext) -> int:
+        self.asked += 1
+        return self.asked
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("policy", [Tight(tile=16, count=2), Growing()], ids=lambda policy: type(policy).__name__)
+def test_plans_hold_to_one_answer_of_a_share_policy(policy: SharePolicy, ops: str) -> None:
+    """Found by a fuzzer: segments were written behind their memory."""
+    lane = OPS[ops].lane(work_of(policy, HostLens.of([600, 5, 0, 77, 64], device=DEVICE)))
+    lane.splits.validate(lane.layout.index.indptr.diff().tolist())
+    lane.schedule.validate(lane.splits)
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [(Few(tile=0), "tile"), (Few(count=0), "shares"), (Few(count=1 << 20), "shares: expected at most 65,536")],
+)
+def test_shares_that_no_plan_has_room_for_are_refused(policy: SharePolicy, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        work_of(policy, HostLens.of([64], device=DEVICE))
