@@ -1,7 +1,7 @@
 """Extend: several queries a request, over the cached keys of a list, then over the keys that come with the call.
 
 Reference: extend_attention_fwd, and where lists hold all keys (one pass) extend_attention_fwd_unified: here one kernel,
-whose second loop is then empty.
+whose second loop is then empty. What Hopper runs for long prompts without masks is `extend_hopper.py`.
 Source of the method: FlashAttention-2 (Dao, 2023), over paged keys.
 """
 
