@@ -26,17 +26,18 @@ MODES = ["decode", "verify", "tree", "extend", "draft"]
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("policy", ["seed", "tile"])
+@pytest.mark.parametrize("policy", ["seed", "tile", "balanced"])
 def test_replays_give_the_bits_of_the_eager_path(pool: str, policy: str) -> None:
     """B27, B28, B30: lengths, rows and modes change from step to step, pages move in between."""
     modes = Server(pool, engine=ENGINE, policy=policy, device=DEVICE).run(40)
     assert set(modes) == set(MODES)
 
 
+@pytest.mark.parametrize("policy", ["seed", "balanced"])
 @pytest.mark.parametrize("pool", ["window", "unified mla"])
-def test_replays_of_kernels_give_the_bits_of_the_eager_path(pool: str) -> None:
+def test_replays_of_kernels_give_the_bits_of_the_eager_path(pool: str, policy: str) -> None:
     steps = 8 if DEVICE == "cpu" else 100
-    Server(pool, engine="triton", policy="seed", device=DEVICE, size=Size(context=40)).run(steps)
+    Server(pool, engine="triton", policy=policy, device=DEVICE, size=Size(context=40)).run(steps)
 
 
 @pytest.mark.gpu

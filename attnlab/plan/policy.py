@@ -19,7 +19,7 @@ from attnlab.plan.size_rules import SizeRule
 from attnlab.plan.tiles import HEAD_TILE
 from attnlab.registry import Registry
 
-MOST_SHARES = 1 << 16
+MOST_SHARES = 1 << 14
 """Shares that a policy may deal: far more than programs run at a time."""
 MIN_BLOCK = 32
 """Where a policy asks for a number of ranges, their size is rounded up to a multiple of this many keys."""

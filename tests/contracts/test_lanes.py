@@ -231,7 +231,7 @@ def test_plans_hold_to_one_answer_of_a_share_policy(policy: SharePolicy, ops: st
 
 @pytest.mark.parametrize(
     ("policy", "words"),
-    [(Few(tile=0), "tile"), (Few(count=0), "shares"), (Few(count=1 << 20), "shares: expected at most 65,536")],
+    [(Few(tile=0), "tile"), (Few(count=0), "shares"), (Few(count=1 << 20), "shares: expected at most 16,384")],
 )
 def test_shares_that_no_plan_has_room_for_are_refused(policy: SharePolicy, words: str) -> None:
     with pytest.raises(ValueError, match=words):
