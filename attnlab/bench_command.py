@@ -14,7 +14,7 @@ from rich.text import Text
 
 from attnlab.bench.compare import RunComparison, compare_runs
 from attnlab.bench.peer import Setting, peers
-from attnlab.bench.result import Goal, NotTimed, Result, Row, load
+from attnlab.bench.result import FIRST, Goal, NotTimed, Result, Row, load
 from attnlab.bench.run import run
 from attnlab.bench.timing import GraphTimer
 from attnlab.bench.warm import warm
@@ -24,8 +24,6 @@ from attnlab.files import place
 from attnlab.units import printable
 
 STYLES = {"slower": "bold red", "faster": "green", "as before": ""}
-FIRST = "attnlab"
-"""The peer whose time is divided by those of the others."""
 
 
 def bench_on_gpu(

@@ -14,7 +14,7 @@ from attnlab.assets import load_json
 from attnlab.backend import AttentionBackend
 from attnlab.checks import placed, require
 from attnlab.engines import ENGINES
-from attnlab.kernels.target import Target
+from attnlab.kernels.target import Target, multiprocessors_of
 from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.pools.mla import MLAPool
 from attnlab.memory.requests import RequestTable
@@ -76,7 +76,6 @@ def backend_for(
         num_slots=num_slots,
         device=device,
     )
-    on_gpu = pool.device.type == "cuda"
     backend = AttentionBackend(
         model=model,
         pool=pool,
@@ -85,7 +84,7 @@ def backend_for(
         policy=choice.policy,
         max_requests=max_requests,
         max_drafts=max_drafts,
-        multiprocessors=torch.cuda.get_device_properties(pool.device).multi_processor_count if on_gpu else None,
+        multiprocessors=multiprocessors_of(pool.device),
         deterministic=deterministic,
     )
     say(choice.why)

@@ -132,24 +132,16 @@ def _doctor(home: Any, args: argparse.Namespace) -> int:
     return 1 if report.troubles else 0
 
 
-_BENCH = {
-    "only": [],
-    "quick": False,
-    "peers": None,
-    "without": [],
-    "seconds": None,
-    "jobs": 1,
-    "sglang": None,
-    "out": None,
-}
-_BENCH_TAKES = {"list": ("only", "quick"), "compare": (), "cpu": ("quick", "out")}
-"""Options of a benchmark by their defaults, and those that have a meaning beside --list, --compare and --cpu."""
+_BENCH_TAKES: dict[str, tuple[str, ...]] = {"list": ("only", "quick"), "compare": (), "cpu": ("quick", "out")}
+"""Options of a benchmark that have a meaning beside --list, --compare and --cpu."""
 
 
 def _bench(home: Any, args: argparse.Namespace) -> int:
+    plain = vars(_parser().parse_args(["bench"]))
+    given = [name for name, value in vars(args).items() if value != plain[name]]
     for kind, takes in _BENCH_TAKES.items():
-        more = [f"--{name}" for name, default in _BENCH.items() if getattr(args, name) != default and name not in takes]
-        if getattr(args, kind) and more:
+        more = [f"--{name}" for name in given if name not in (kind, *takes)]
+        if kind in given and more:
             raise ValueError(f"--{kind} does not take {', '.join(more)}; leave it away")
     if args.list:
         home.list_workloads(args.only, quick=args.quick)

@@ -12,6 +12,8 @@ from torch import Tensor
 from attnlab.backend import AttentionBackend
 from attnlab.batch import Batch, DecodeBatch, ExtendBatch, VerifyBatch
 from attnlab.bench.workloads import Workload
+from attnlab.inspect.workbench import H200_MULTIPROCESSORS
+from attnlab.kernels.target import multiprocessors_of
 from attnlab.mask import depths
 from attnlab.memory.pool import KVPool
 from attnlab.memory.pools.mha import MHAPool
@@ -19,9 +21,6 @@ from attnlab.memory.pools.mla import MLAPool
 from attnlab.memory.requests import RequestTable
 from attnlab.plan.policy import SplitPolicy
 from attnlab.spec import ModelSpec
-
-H200_MULTIPROCESSORS = 132
-"""What policies count with where there is no GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,9 +79,7 @@ class Inputs:
     @property
     def multiprocessors(self) -> int:
         """Those of the device; of an H200 where there is none."""
-        if self.device.type != "cuda":
-            return H200_MULTIPROCESSORS
-        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+        return multiprocessors_of(self.device) or H200_MULTIPROCESSORS
 
     def slots(self, request: int) -> Tensor:
         """Return the slots of a request's tokens in the order of positions, int64, the new ones' included."""

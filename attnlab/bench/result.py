@@ -14,6 +14,8 @@ from typing import Any, Literal, get_args
 from attnlab.checks import require
 from attnlab.files import write_whole
 
+FIRST = "attnlab"
+"""The peer that the others are held to: its time over theirs."""
 FORMAT = "attnlab bench 1"
 Reason = Literal["declined", "wrong", "failed"]
 

@@ -23,6 +23,7 @@ from attnlab.bench.timing import Held, Timer, Timing, timed
 from attnlab.bench.truth import Truth, WrongResult
 from attnlab.bench.workloads import Workload
 from attnlab.checks import require
+from attnlab.kernels.target import multiprocessors_of
 
 CHECKED = "first and last query of the first, the longest and the last request"
 PACKAGES = ("torch", "triton", "flashinfer-python", "sglang")
@@ -201,7 +202,7 @@ def machine(setting: Setting, timer: Timer) -> Machine:
         found["CUDA"] = str(torch.version.cuda)
     return Machine(
         device=torch.cuda.get_device_name(setting.device) if on_gpu else f"CPU, {torch.get_num_threads()} threads",
-        multiprocessors=torch.cuda.get_device_properties(setting.device).multi_processor_count if on_gpu else None,
+        multiprocessors=multiprocessors_of(setting.device),
         versions=found,
         commit=_commit(),
         when=datetime.now(UTC).isoformat(timespec="seconds"),

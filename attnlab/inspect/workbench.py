@@ -23,6 +23,7 @@ from attnlab.inspect.merge import MergeSteps
 from attnlab.inspect.record import BUDGET_BYTES, Scores, record
 from attnlab.inspect.samples import LayerSample
 from attnlab.inspect.score_view import ScoreView, StageView
+from attnlab.kernels.target import multiprocessors_of
 from attnlab.memory.cache import PagedCache
 from attnlab.memory.pool import KVPool
 from attnlab.memory.pools.mha import MHAPool
@@ -270,6 +271,7 @@ def workbench(
     contents = {layer.index: layer_contents(spec, layer, lens, seed=seed) for layer in spec.layers}
     rows = _fill(spec, cache, contents, lens)
     pool = cache.pool
+    there = multiprocessors_of(pool.device) or H200_MULTIPROCESSORS
     backend = AttentionBackend(
         model=spec,
         pool=pool,
@@ -279,7 +281,7 @@ def workbench(
         max_requests=requests,
         # Every row of a draft lists its request's tokens anew.
         max_tokens=None if max_requests is None else max(pool.num_slots, requests * longest),
-        multiprocessors=_multiprocessors(pool.device) if multiprocessors is None else multiprocessors,
+        multiprocessors=there if multiprocessors is None else multiprocessors,
         max_drafts=max_drafts,
     )
     batch = DecodeBatch.of(rows=rows, lens=lens, device=pool.device)
@@ -335,12 +337,6 @@ def _fill(spec: ModelSpec, cache: PagedCache, contents: dict[int, list[LayerSamp
             k, v = content.k.to(pool.device), None if spec.mla else content.v.to(pool.device)
             pool.write(layer.pool_layer, table.slots_of(row).long(), k, v)
     return rows
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return H200_MULTIPROCESSORS
 
 
 def _last_rows(rows: list[Tensor], heads: int, dim: int, device: torch.device) -> Tensor:

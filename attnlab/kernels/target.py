@@ -44,6 +44,13 @@ class Target:
         return self.kind == "cuda" and self.arch >= 90
 
 
+def multiprocessors_of(device: torch.device) -> int | None:
+    """Return how many multiprocessors a device has; None of a CPU."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which Triton launches on this device: it takes the current one, whatever the tensors say."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnlab.bench.result import Goal, Result, Row
+from attnlab.bench.result import FIRST, Goal, Result, Row
 from attnlab.plots.words import plural, share, times
 
-FIRST = "attnlab"
-"""The peer that the others are held to."""
 MOST_ROWS = 48
 
 

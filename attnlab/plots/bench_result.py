@@ -14,11 +14,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from attnlab.bench.result import Goal, Result, Row
+from attnlab.bench.result import FIRST, Goal, Result, Row
 from attnlab.checks import one_of, require
 from attnlab.plots.bench_curves import curves_picture
 from attnlab.plots.bench_facts import (
-    FIRST,
     MOST_ROWS,
     goals_statement,
     ratios,
