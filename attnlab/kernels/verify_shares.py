@@ -14,9 +14,29 @@ from typing import Any
 
 import torch
 
-from attnlab._triton import jit, release_dependents, tl
-from attnlab.kernels.core import attend_tile, load_queries, slot_offsets, store_states, visible_keys
-from attnlab.kernels.launch import lifted, narrow, padded, sight_constants, slot_stride, tile_constants
+from attnlab._triton import jit, release_dependents, tl, wait_for_earlier
+from attnlab.kernels.core import (
+    attend_plain_tile,
+    attend_tile,
+    load_queries,
+    natural,
+    slot_offsets,
+    store_states,
+    visible_keys,
+)
+from attnlab.kernels.launch import (
+    early_launch,
+    lifted,
+    narrow,
+    padded,
+    pair_constants,
+    plain_scores,
+    sight_constants,
+    slot_stride,
+    stored,
+    tile_constants,
+)
+from attnlab.kernels.pairs import join_columns, load_paired_queries
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.extend_call import VerifyCall
@@ -90,13 +110,13 @@ def verify_shares(call: VerifyCall, *, target: Target) -> None:
     constants, options = verify_shares_constants(
         spec=spec, view=view, target=target, q_dtype=call.q.dtype, rows=rows, masked=queries.cached_masked
     )
-    q = lifted(call.q, target)
+    q, (k, v) = lifted(call.q, target), stored(view)
     bias = q if call.aux is None else call.aux  # any tensor will do where no modifier reads it
     bits = lane.layout.start if queries.bits is None else queries.bits
     _verify_shares_kernel[(lane.schedule.programs, -(-rows // constants["BLOCK_M"]))](
         q,
-        view.k,
-        view.v,
+        k,
+        v,
         lane.layout.index.slots,
         lane.layout.index.indptr,
         lane.layout.start,
@@ -118,12 +138,12 @@ def verify_shares(call: VerifyCall, *, target: Target) -> None:
         lane.layout.sight.chunk or 0,
         q.stride(0),
         q.stride(1),
-        view.k.stride(0),
-        slot_stride(view, view.k),
-        view.k.stride(-2),
-        view.v.stride(0),
-        slot_stride(view, view.v),
-        view.v.stride(-2),
+        k.stride(0),
+        slot_stride(view, k),
+        k.stride(-2),
+        v.stride(0),
+        slot_stride(view, v),
+        v.stride(-2),
         bias.stride(0),
         bias.stride(1),
         bias.shape[2],
@@ -138,16 +158,19 @@ def verify_shares_constants(
     """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on."""
     compute = compute_dtype(q_dtype, view.k.dtype)
     config = VerifySharesConfig.choose(spec, target, compute=compute, kv_dtype=view.k.dtype, masked=masked, rows=rows)
+    tiles = tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n)
     constants: dict[str, Any] = {
         "GROUP": spec.group,
         "BLOCK_M": config.block_m,
-        **tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n),
+        **tiles,
+        **pair_constants(spec=spec, view=view, compute=tiles["COMPUTE"]),
+        "PLAIN": plain_scores(spec, view),
         **sight_constants(spec, masked=masked),
         "NARROW": narrow(view.k, view.v),
         "STAGES": config.num_stages,
         "PDL": target.has_pdl,
     }
-    return constants, {"num_warps": config.num_warps}
+    return constants, {"num_warps": config.num_warps, **early_launch(target)}
 
 
 @jit
@@ -211,6 +234,7 @@ def _verify_shares_kernel(
     TEMPERATURE_LEN: tl.constexpr,
     MOD: tl.constexpr,
     COMPUTE: tl.constexpr,
+    PLAIN: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
@@ -218,9 +242,13 @@ def _verify_shares_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if PDL:
+        wait_for_earlier()
     # Where bits are read, or a modifier may look at what is seen, every tile has a mask.
     ALWAYS: tl.constexpr = HAS_MASK or MOD is not None
     BOUNDED: tl.constexpr = HAS_WINDOW or HAS_CHUNK
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    PAIRS: tl.constexpr = k_ptr.dtype.element_ty == tl.int16
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     q_number = row // GROUP
     number = tl.load(programs_ptr + tl.program_id(0))
@@ -247,7 +275,12 @@ def _verify_shares_kernel(
         token = first_token + q_number
         q_pos = tl.load(positions_ptr + token, mask=mask_m, other=0)
         q_rows = q_ptr + token * q_stride_token + head * q_stride_head
-        q, q_rest = load_queries(q_rows, mask_m, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
+        if PAIRS:
+            q, q_rest, power = load_paired_queries(q_rows, mask_m, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
+            factor = scale * power
+        else:
+            q, q_rest = load_queries(q_rows, mask_m, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
+            factor = scale
         bits_row = q_number.to(tl.int64) * (cached + drafts)
         if HAS_MASK:
             bits_row += tl.load(mask_indptr_ptr + req)
@@ -255,7 +288,9 @@ def _verify_shares_kernel(
         # 2. Its keys: tiles that a window or a chunk hides from some, whole tiles that all see, the rest of a tile.
         running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         running_sum = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_V // 2 if PAIRS else BLOCK_V], tl.float32)
+        if PAIRS:
+            acc = (acc, acc)
         clear = first
         if BOUNDED and not ALWAYS:
             shown = first_shown_to_all(q_pos, mask_m, window, chunk, HAS_WINDOW, HAS_CHUNK) - start
@@ -295,41 +330,69 @@ def _verify_shares_kernel(
                     visible = None
                 if NARROW:
                     slots = slots.to(tl.int32)
-                running_max, running_sum, acc = attend_tile(
-                    running_max,
-                    running_sum,
-                    acc,
-                    q,
-                    q_rest,
-                    k_head_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE),
-                    v_head_ptr + slot_offsets(slots, v_stride_page, v_stride_slot, PAGE_SIZE),
-                    mask_n,
-                    visible,
-                    q_pos[:, None],
-                    kv_pos[None, :],
-                    token[:, None],
-                    head[:, None],
-                    scale,
-                    softcap,
-                    aux_ptr,
-                    aux_stride_token,
-                    aux_stride_head,
-                    aux_width,
-                    QK_DIM,
-                    V_DIM,
-                    BLOCK_N,
-                    BLOCK_D,
-                    BLOCK_R,
-                    BLOCK_V,
-                    True,
-                    V_IS_K_TILE,
-                    HAS_SOFTCAP,
-                    TEMPERATURE_LEN,
-                    MOD,
-                    COMPUTE,
-                )
+                k_rows = k_head_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE)
+                v_rows = v_head_ptr + slot_offsets(slots, v_stride_page, v_stride_slot, PAGE_SIZE)
+                if PLAIN:
+                    running_max, running_sum, acc = attend_plain_tile(
+                        running_max,
+                        running_sum,
+                        acc,
+                        q,
+                        q_rest,
+                        k_rows,
+                        v_rows,
+                        mask_n,
+                        visible,
+                        factor * LOG2_E,
+                        QK_DIM,
+                        V_DIM,
+                        BLOCK_N,
+                        BLOCK_D,
+                        BLOCK_R,
+                        BLOCK_V,
+                        V_IS_K_TILE,
+                        COMPUTE,
+                    )
+                else:
+                    running_max, running_sum, acc = attend_tile(
+                        running_max,
+                        running_sum,
+                        acc,
+                        q,
+                        q_rest,
+                        k_rows,
+                        v_rows,
+                        mask_n,
+                        visible,
+                        q_pos[:, None],
+                        kv_pos[None, :],
+                        token[:, None],
+                        head[:, None],
+                        factor[:, None] if PAIRS else factor,
+                        softcap,
+                        aux_ptr,
+                        aux_stride_token,
+                        aux_stride_head,
+                        aux_width,
+                        QK_DIM,
+                        V_DIM,
+                        BLOCK_N,
+                        BLOCK_D,
+                        BLOCK_R,
+                        BLOCK_V,
+                        True,
+                        V_IS_K_TILE,
+                        HAS_SOFTCAP,
+                        TEMPERATURE_LEN,
+                        MOD,
+                        COMPUTE,
+                    )
 
         # 3. Leave the states.
+        if PAIRS:
+            running_sum, acc = join_columns(running_sum, acc, BLOCK_M, BLOCK_V)
+        if PLAIN:
+            running_max = natural(running_max)
         state = partial * rows + row
         store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_m, V_DIM, BLOCK_V)
         number += 1
