@@ -435,7 +435,16 @@ def _verify_variant(shape: Shape, target: Target, *, rows: int | None = None) ->
 
 def _verify_shares_variant(shape: Shape, target: Target, *, rows: int) -> Variant:
     constants, options = verify_shares.verify_shares_constants(
-        spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype, rows=rows, masked=shape.masked
+        spec=shape.spec(),
+        view=shape.view(),
+        target=target,
+        q_dtype=shape.dtype,
+        rows=rows,
+        masked=shape.masked,
+        ordered=not shape.masked,
+        new_masked=shape.masked,
+        read_new=True,
+        has_lse=True,
     )
     k, v = stored(shape.view())
     return Variant(
@@ -457,6 +466,7 @@ def _verify_merge_variant(shape: Shape, target: Target) -> Variant:
         masked=shape.masked,
         read_new=True,
         has_lse=shape.sinks,
+        skips_alone=False,
     )
     return Variant(
         name=f"verify merge: {shape.name}",
@@ -484,7 +494,7 @@ def _merge_variant(shape: Shape, target: Target, *, shared_ranges: int | None = 
         kernel=decode._decode_merge_kernel,
         pointers={**dict.fromkeys(names, torch.float32), "out_ptr": shape.dtype},
         constants=decode.merge_constants(
-            spec=shape.spec(), target=target, has_lse=True, persistent=shared, ranges=shared_ranges or 1
+            spec=shape.spec(), target=target, has_lse=True, persistent=shared, ranges=shared_ranges or 1, owners=64
         ),
         options=merge_options(target, num_warps=4),
     )

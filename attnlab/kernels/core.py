@@ -19,6 +19,22 @@ def slot_offsets(slots, stride_page, stride_slot, PAGE_SIZE: tl.constexpr):
 
 
 @jit
+def load_segment(segments_ptr, number, live):
+    """A segment of a schedule: request, KV head, first and last entry, partial; zeros where not `live`.
+
+    Programs of even shares load the next one while they read the keys of this one: what they wait for, at the start of
+    a segment, is where its request's list begins, and then the list itself.
+    """
+    row = segments_ptr + number * 5
+    req = tl.load(row, mask=live, other=0)
+    kv_head = tl.load(row + 1, mask=live, other=0)
+    first = tl.load(row + 2, mask=live, other=0)
+    last = tl.load(row + 3, mask=live, other=0)
+    partial = tl.load(row + 4, mask=live, other=0)
+    return req, kv_head, first, last, partial
+
+
+@jit
 def load_tile(rows, mask_rows, FIRST: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, COMPUTE: tl.constexpr):
     """Columns FIRST to FIRST + BLOCK of the rows at these pointers; 0 beyond DIM and in masked rows, if any are."""
     columns = FIRST + tl.arange(0, BLOCK)

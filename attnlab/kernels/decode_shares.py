@@ -18,6 +18,7 @@ from attnlab.kernels.core import (
     attend_tile,
     join_sink,
     load_queries,
+    load_segment,
     natural,
     slot_offsets,
     store_states,
@@ -76,7 +77,8 @@ class SharesConfig:
         if target.is_hopper and held <= (2 if kv_dtype == FP8 else 1):
             return cls(block_n=128, num_warps=4, num_stages=5)
         # Few warps and four programs a multiprocessor keep more loads on their way than many warps do.
-        return cls(block_n=64, num_warps=2, num_stages=5 if kv_dtype == FP8 else 3)
+        deep = target.is_hopper and (kv_dtype == FP8 or spec.qk_dim <= 64)  # rows of half the bytes
+        return cls(block_n=64, num_warps=2, num_stages=5 if deep else 3)
 
 
 def decode_shares(call: DecodeCall, *, target: Target) -> None:
@@ -246,18 +248,17 @@ def _decode_shares_kernel(
     mask_h = member < GROUP
     number = tl.load(programs_ptr + tl.program_id(0))
     end = tl.load(programs_ptr + tl.program_id(0) + 1)
+    request, kv_head, first, last, partial = load_segment(segments_ptr, number, number < end)
+    list_start = tl.load(indptr_ptr + request)
+    list_end = tl.load(indptr_ptr + request + 1)
+    start = tl.load(start_ptr + request)
     while number < end:
-        segment = segments_ptr + number * 5
-        req = tl.load(segment).to(tl.int64)
-        kv_head = tl.load(segment + 1)
-        first = tl.load(segment + 2)
-        last = tl.load(segment + 3)
-        partial = tl.load(segment + 4).to(tl.int64)
+        ahead = load_segment(segments_ptr, number + 1, number + 1 < end)
+        req = request.to(tl.int64)
+        owner = merge_indptr_ptr + req * KV_HEADS + kv_head
+        partials = tl.load(owner + 1) - tl.load(owner)
         k_head_ptr = k_ptr + kv_head.to(tl.int64) * k_stride_head
         v_head_ptr = v_ptr + kv_head.to(tl.int64) * v_stride_head
-        list_start = tl.load(indptr_ptr + req)
-        list_end = tl.load(indptr_ptr + req + 1)
-        start = tl.load(start_ptr + req)
         q_pos = start + list_end - list_start - 1
         head = kv_head * GROUP + member
         q_rows = q_ptr + req * q_stride_token + head.to(tl.int64) * q_stride_head
@@ -353,11 +354,15 @@ def _decode_shares_kernel(
         if PLAIN:
             running_max = natural(running_max)
 
+        request_ahead, kv_head_ahead, first_ahead, last_ahead, partial_ahead = ahead
+        start_ahead = tl.load(start_ptr + request_ahead)
+        list_start_ahead = tl.load(indptr_ptr + request_ahead)
+        list_end_ahead = tl.load(indptr_ptr + request_ahead + 1)
+
         # 3. Leave the state; of a request that nobody else reads for this head it is the whole answer.
-        state = partial * GROUP + member
+        state = partial.to(tl.int64) * GROUP + member
         store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_h, V_DIM, BLOCK_V)
-        owner = merge_indptr_ptr + req * KV_HEADS + kv_head
-        if tl.load(owner + 1) - tl.load(owner) == 1:
+        if partials == 1:
             if HAS_SINKS:
                 sink = tl.load(sinks_ptr + head, mask=mask_h, other=0.0).to(tl.float32)
                 running_max, running_sum, fade = join_sink(running_max, running_sum, sink)
@@ -374,6 +379,8 @@ def _decode_shares_kernel(
                 HAS_LSE,
             )
         number += 1
+        request, kv_head, first, last, partial = request_ahead, kv_head_ahead, first_ahead, last_ahead, partial_ahead
+        start, list_start, list_end = start_ahead, list_start_ahead, list_end_ahead
     if PDL:
         release_dependents()
     if TIMES:

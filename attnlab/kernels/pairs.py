@@ -6,7 +6,8 @@ be read byte by byte. So such a pool is read as int16, two neighbouring columns 
 other. Its even and its odd columns are two tiles of half the width: scores are the sum of two products, and the
 accumulator is a pair too, joined when all is summed.
 
-Tiles are fp16, in which every e4m3 number is exact; rows of queries are scaled into its range, and weights up from its end.
+Tiles are fp16, in which every e4m3 number is exact; rows of queries are scaled into its range, and weights up from its
+end.
 Source: PTX ISA, `ldmatrix` and `cvt.rn.f16x2.e4m3x2`.
 """
 
@@ -37,7 +38,7 @@ UNLIFT = None if tl is None else tl.constexpr(2.0**-15)
 @jit
 def unpacked(pairs, COMPUTE: tl.constexpr):
     """The even and the odd columns of pairs of e4m3 numbers."""
-    if COMPUTE == tl.float16:
+    if COMPUTE == tl.float16:  # noqa: SIM300  (a name in capitals, not a constant)
         # One instruction converts two numbers, another sorts them: what Triton makes of the lines below takes five.
         even, odd = tl.inline_asm_elementwise(
             UNPACK, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
@@ -50,7 +51,7 @@ def unpacked(pairs, COMPUTE: tl.constexpr):
 
 @jit
 def load_pairs(rows, mask_rows, FIRST: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, COMPUTE: tl.constexpr):
-    """Even and odd columns of rows of pairs: the pairs FIRST to FIRST + BLOCK, 0 beyond DIM columns and in masked rows."""
+    """Even and odd columns of rows of pairs, FIRST to FIRST + BLOCK; 0 beyond DIM columns and in masked rows."""
     columns = FIRST + tl.arange(0, BLOCK)
     if mask_rows is not None:
         mask = mask_rows[:, None] & (columns < DIM // 2)[None, :]

@@ -1,7 +1,8 @@
 """Verify over even shares: a program reads one share of all keys for the drafts of whichever requests it falls into.
 
 The variant of `verify.py`'s split stage for schedules that deal several segments to a program. It leaves the same
-partials, for the same merge. Cached keys stand before every draft: what is left to hide them is a window, a chunk or a
+partials, for the same merge; where a request has one range the drafts are attended to on the spot, and the answer is
+written. Cached keys stand before every draft: what is left to hide them is a window, a chunk or a
 mask, so that most tiles need no mask at all.
 Source of the method: Stream-K (Osama et al., 2023), LeanAttention (Sanovar et al., 2024), tree attention of SpecInfer
 (Miao et al., 2024).
@@ -18,11 +19,14 @@ from attnlab._triton import jit, release_dependents, tl, wait_for_earlier
 from attnlab.kernels.core import (
     attend_plain_tile,
     attend_tile,
+    join_sink,
     load_queries,
+    load_segment,
     natural,
     slot_offsets,
     store_states,
     visible_keys,
+    write_rows,
 )
 from attnlab.kernels.launch import (
     early_launch,
@@ -35,9 +39,11 @@ from attnlab.kernels.launch import (
     slot_stride,
     stored,
     tile_constants,
+    written,
 )
 from attnlab.kernels.pairs import join_columns, load_paired_queries
 from attnlab.kernels.target import Target
+from attnlab.kernels.verify import MERGE_BLOCK_N, answers_alone, attend_drafts
 from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.extend_call import VerifyCall
 from attnlab.plan.tiles import NARROW_DIM, row_tile
@@ -97,21 +103,35 @@ class VerifySharesConfig:
 
 
 def verify_shares(call: VerifyCall, *, target: Target) -> None:
-    """Leave the softmax state of every draft over every segment of the schedule in `call.partials`.
+    """Leave every draft's softmax state over every segment in `call.partials`, and whole answers in `call.out`.
 
-    Computes, shapes: as `verify_split`.
+    Computes: as `verify_split`; where `answers_alone` holds and a request has one segment of a KV head, what
+    `verify_merge` computes of it too.
+    Shapes: as `VerifyCall` has them.
     Grid: (programs, tiles of rows): a program owns its segments of the schedule, and a tile of (draft, head) pairs.
-    Reads/writes: the keys and values of the segments' slots; of the partials, the segments' own rows.
+    Reads/writes: the keys and values of the segments' slots, and drafts; of partials and outputs, its own rows.
     """
     spec, view, lane, queries = call.spec, call.view, call.lane, call.queries
     if lane.layout.index.reqs == 0 or queries.most == 0:
         return
     rows = queries.most * spec.group
     constants, options = verify_shares_constants(
-        spec=spec, view=view, target=target, q_dtype=call.q.dtype, rows=rows, masked=queries.cached_masked
+        spec=spec,
+        view=view,
+        target=target,
+        q_dtype=call.q.dtype,
+        rows=rows,
+        masked=queries.cached_masked,
+        ordered=queries.ordered,
+        new_masked=queries.bits is not None,
+        read_new=call.k is not None,
+        has_lse=call.lse is not None,
     )
     q, (k, v) = lifted(call.q, target), stored(view)
-    bias = q if call.aux is None else call.aux  # any tensor will do where no modifier reads it
+    # Where an option is off, any tensor will do.
+    k_new, v_new = (q if x is None else lifted(x, target) for x in (call.k, call.v))
+    out = written(call.out, target)
+    lse, sinks, bias = (q if x is None else x for x in (call.lse, call.sinks, call.aux))
     bits = lane.layout.start if queries.bits is None else queries.bits
     _verify_shares_kernel[(lane.schedule.programs, -(-rows // constants["BLOCK_M"]))](
         q,
@@ -130,7 +150,15 @@ def verify_shares(call: VerifyCall, *, target: Target) -> None:
         call.partials.max,
         call.partials.sum,
         bias,
+        lane.schedule.merge_indptr,
+        k_new,
+        v_new,
+        sinks,
+        out,
+        lse,
         spec.scale * view.k_scale,
+        spec.scale,
+        view.v_scale,
         1.0 if spec.softcap is None else spec.softcap,
         rows,
         bits.shape[0],
@@ -147,15 +175,38 @@ def verify_shares(call: VerifyCall, *, target: Target) -> None:
         bias.stride(0),
         bias.stride(1),
         bias.shape[2],
+        k_new.stride(0),
+        k_new.stride(1),
+        v_new.stride(0),
+        v_new.stride(1),
+        out.stride(0),
+        out.stride(1),
+        lse.stride(0),
+        lse.stride(1),
         **constants,
         **options,
     )
+    if out is not call.out:
+        call.out.copy_(out)
 
 
 def verify_shares_constants(
-    *, spec: AttentionSpec, view: KVView, target: Target, q_dtype: torch.dtype, rows: int, masked: bool
+    *,
+    spec: AttentionSpec,
+    view: KVView,
+    target: Target,
+    q_dtype: torch.dtype,
+    rows: int,
+    masked: bool,
+    ordered: bool,
+    new_masked: bool,
+    read_new: bool,
+    has_lse: bool,
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on."""
+    """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on.
+
+    `masked`: the bits of a mask are read for cached keys; `new_masked`: for drafts.
+    """
     compute = compute_dtype(q_dtype, view.k.dtype)
     config = VerifySharesConfig.choose(spec, target, compute=compute, kv_dtype=view.k.dtype, masked=masked, rows=rows)
     tiles = tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n)
@@ -169,8 +220,17 @@ def verify_shares_constants(
         "NARROW": narrow(view.k, view.v),
         "STAGES": config.num_stages,
         "PDL": target.has_pdl,
+        "KV_HEADS": spec.kv_heads,
+        "BLOCK_NEW": MERGE_BLOCK_N,
+        "ANSWERS": answers_alone(spec, view),
+        "READ_NEW": read_new,
+        "ORDERED": ordered,
+        "CAUSAL": spec.sight.causal,
+        "NEW_MASK": new_masked,
+        "HAS_SINKS": spec.has_sinks,
+        "HAS_LSE": has_lse,
     }
-    return constants, {"num_warps": config.num_warps, **early_launch(target)}
+    return constants, {"num_warps": config.num_warps, "num_stages": 1, **early_launch(target)}
 
 
 @jit
@@ -203,7 +263,15 @@ def _verify_shares_kernel(
     max_ptr,
     sum_ptr,
     aux_ptr,
+    merge_indptr_ptr,
+    k_new_ptr,
+    v_new_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
     scale,
+    scale_new,
+    v_scale,
     softcap,
     rows,
     num_bits,
@@ -220,6 +288,14 @@ def _verify_shares_kernel(
     aux_stride_token,
     aux_stride_head,
     aux_width,
+    k_new_stride_token,
+    k_new_stride_head,
+    v_new_stride_token,
+    v_new_stride_head,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_token,
+    lse_stride_head,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     QK_DIM: tl.constexpr,
@@ -241,6 +317,15 @@ def _verify_shares_kernel(
     NARROW: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_NEW: tl.constexpr,
+    ANSWERS: tl.constexpr,
+    READ_NEW: tl.constexpr,
+    ORDERED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NEW_MASK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):
     if PDL:
         wait_for_earlier()
@@ -253,21 +338,24 @@ def _verify_shares_kernel(
     q_number = row // GROUP
     number = tl.load(programs_ptr + tl.program_id(0))
     end = tl.load(programs_ptr + tl.program_id(0) + 1)
+    request, segment_head, first, last, partial = load_segment(segments_ptr, number, number < end)
+    list_start = tl.load(indptr_ptr + request)
+    list_end = tl.load(indptr_ptr + request + 1)
+    start = tl.load(start_ptr + request)
+    first_row = tl.load(q_indptr_ptr + request)
+    last_row = tl.load(q_indptr_ptr + request + 1)
     while number < end:
         # 1. What is mine: a range of one request's cached keys, for one KV head, and a tile of (draft, head) pairs.
-        segment = segments_ptr + number * 5
-        req = tl.load(segment).to(tl.int64)
-        kv_head = tl.load(segment + 1).to(tl.int64)
-        first = tl.load(segment + 2)
-        last = tl.load(segment + 3)
-        partial = tl.load(segment + 4).to(tl.int64)
+        ahead = load_segment(segments_ptr, number + 1, number + 1 < end)
+        req = request.to(tl.int64)
+        kv_head = segment_head.to(tl.int64)
+        owner = merge_indptr_ptr + req * KV_HEADS + kv_head
+        partials = tl.load(owner + 1) - tl.load(owner)
         k_head_ptr = k_ptr + kv_head * k_stride_head
         v_head_ptr = v_ptr + kv_head * v_stride_head
-        list_start = tl.load(indptr_ptr + req)
-        start = tl.load(start_ptr + req)
-        cached = start + tl.load(indptr_ptr + req + 1) - list_start
-        first_token = tl.load(q_indptr_ptr + req).to(tl.int64)
-        drafts = (tl.load(q_indptr_ptr + req + 1) - first_token).to(tl.int32)
+        cached = start + list_end - list_start
+        first_token = first_row.to(tl.int64)
+        drafts = (last_row - first_row).to(tl.int32)
         if tl.program_id(1) * BLOCK_M >= drafts * GROUP:
             last = first  # another request has drafts for this tile
         mask_m = q_number < drafts
@@ -282,7 +370,7 @@ def _verify_shares_kernel(
             q, q_rest = load_queries(q_rows, mask_m, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
             factor = scale
         bits_row = q_number.to(tl.int64) * (cached + drafts)
-        if HAS_MASK:
+        if HAS_MASK or NEW_MASK:
             bits_row += tl.load(mask_indptr_ptr + req)
 
         # 2. Its keys: tiles that a window or a chunk hides from some, whole tiles that all see, the rest of a tile.
@@ -389,12 +477,90 @@ def _verify_shares_kernel(
                     )
 
         # 3. Leave the states.
+        request_ahead, head_ahead, first_ahead, last_ahead, partial_ahead = ahead
+        start_ahead = tl.load(start_ptr + request_ahead)
+        list_start_ahead = tl.load(indptr_ptr + request_ahead)
+        list_end_ahead = tl.load(indptr_ptr + request_ahead + 1)
+        first_row = tl.load(q_indptr_ptr + request_ahead)
+        last_row = tl.load(q_indptr_ptr + request_ahead + 1)
         if PAIRS:
             running_sum, acc = join_columns(running_sum, acc, BLOCK_M, BLOCK_V)
         if PLAIN:
             running_max = natural(running_max)
-        state = partial * rows + row
+        state = partial.to(tl.int64) * rows + row
         store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_m, V_DIM, BLOCK_V)
+
+        # 4. Nobody else reads this request for this head: the drafts among themselves, the sink, and that is all.
+        if ANSWERS:  # noqa: SIM102  (a constant of the compilation, then a number of the device)
+            if partials == 1:
+                acc = acc * v_scale
+                if READ_NEW:
+                    running_max, running_sum, acc = attend_drafts(
+                        running_max,
+                        running_sum,
+                        acc,
+                        q,
+                        q_rest,
+                        q_pos,
+                        q_number,
+                        token,
+                        head[:, None],
+                        mask_m,
+                        drafts,
+                        (tl.program_id(1) + 1) * BLOCK_M - 1,
+                        first_token,
+                        positions_ptr,
+                        cached,
+                        k_new_ptr + kv_head * k_new_stride_head,
+                        k_new_stride_token,
+                        v_new_ptr + kv_head * v_new_stride_head,
+                        v_new_stride_token,
+                        bits_ptr,
+                        bits_row,
+                        num_bits,
+                        window,
+                        chunk,
+                        scale_new,
+                        softcap,
+                        aux_ptr,
+                        aux_stride_token,
+                        aux_stride_head,
+                        aux_width,
+                        GROUP,
+                        QK_DIM,
+                        V_DIM,
+                        BLOCK_NEW,
+                        BLOCK_D,
+                        BLOCK_R,
+                        BLOCK_V,
+                        V_IS_K_TILE,
+                        HAS_SOFTCAP,
+                        TEMPERATURE_LEN,
+                        MOD,
+                        COMPUTE,
+                        ORDERED,
+                        CAUSAL,
+                        NEW_MASK,
+                        HAS_WINDOW,
+                        HAS_CHUNK,
+                    )
+                if HAS_SINKS:
+                    sink = tl.load(sinks_ptr + head, mask=mask_m, other=0.0).to(tl.float32)
+                    running_max, running_sum, fade = join_sink(running_max, running_sum, sink)
+                    acc = acc * fade[:, None]
+                write_rows(
+                    running_max,
+                    running_sum,
+                    acc,
+                    out_ptr + token * out_stride_token + head * out_stride_head,
+                    lse_ptr + token * lse_stride_token + head * lse_stride_head,
+                    mask_m,
+                    V_DIM,
+                    BLOCK_V,
+                    HAS_LSE,
+                )
         number += 1
+        request, segment_head, first, last, partial = request_ahead, head_ahead, first_ahead, last_ahead, partial_ahead
+        start, list_start, list_end = start_ahead, list_start_ahead, list_end_ahead
     if PDL:
         release_dependents()
