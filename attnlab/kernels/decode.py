@@ -420,7 +420,7 @@ def _decode_merge_kernel(
     # 1. What is mine: a query head of a group, in one of the request's KV heads, or in one of a few whose partials are
     # mostly alone: what was answered where it was made is passed over, some at a time.
     member = tl.program_id(1)
-    if SKIPS_ALONE:
+    if SKIPS_ALONE and OWNERS > 1:
         mine = tl.program_id(0) + tl.arange(0, OWNERS) * tl.num_programs(0)
         begins = tl.load(merge_indptr_ptr + mine, mask=mine < owners, other=0)
         ends = tl.load(merge_indptr_ptr + mine + 1, mask=mine < owners, other=1)

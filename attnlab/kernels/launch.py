@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import torch
@@ -65,7 +63,7 @@ def in_pairs(view: KVView) -> bool:
     """Whether a pool can be read as pairs of columns, two 8-bit numbers in one of 16 (kernels/pairs.py)."""
     if view.k.dtype != FP8:
         return False
-    steps = (x.shape[-1] | x.storage_offset() | reduce(or_, x.stride()[:-1]) for x in (view.k, view.v))
+    steps = [step for x in (view.k, view.v) for step in (x.shape[-1], int(x.storage_offset()), *x.stride()[:-1])]
     return all(step % 2 == 0 for step in steps)
 
 

@@ -94,12 +94,13 @@ class VerifySharesConfig:
             return cls(block_m=min(tile, 32), block_n=64 if few else 32, num_warps=4, num_stages=5)
         if masked:
             return cls(block_m=min(tile, 32), block_n=64, num_warps=4, num_stages=5)
-        # The fewer rows, the more keys must be on their way. More than 16 are a whole tile of a group of warps, even
-        # where half of it is idle.
+        # The fewer rows, the more keys must be on their way. Of more than 32 two programs take turns to compute.
+        if tile == 32 and not spec.sight.partial:
+            return cls(block_m=32, block_n=128, num_warps=4, num_stages=5)
         if few:
             bounded = spec.sight.partial
             return cls(block_m=16, block_n=64 if bounded else 128, num_warps=4, num_stages=7 if bounded else 5)
-        return cls(block_m=64, block_n=64, num_warps=4, num_stages=7)
+        return cls(block_m=64, block_n=64, num_warps=4, num_stages=5 if tile == 64 else 7)
 
 
 def verify_shares(call: VerifyCall, *, target: Target) -> None:

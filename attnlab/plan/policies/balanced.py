@@ -14,6 +14,8 @@ from attnlab.plan.tiles import HEAD_TILE, NARROW_DIM, head_tiles, row_tiles
 
 FEW = 8
 """Requests up to which a decode has one program a multiprocessor."""
+MANY_ROWS = 32
+"""Rows (drafts x heads of a group) above which a verify has two programs a multiprocessor: one computes, one loads."""
 UNKNOWN = 128
 """Multiprocessors where the device does not say."""
 
@@ -25,8 +27,8 @@ class Balanced(SharePolicy):
 
     `programs` are those that a multiprocessor holds; None: as many as were fastest on an H200. Four hide each other's
     waits where requests are many; one with more keys on their way leaves fewer partials to merge where they are few.
-    Two where values are wider than 128, one over latent rows, for drafts, and where a tile packs more than 16 heads; of
-    8-bit numbers two where of 16-bit ones it is one. Not batch-invariant: where a request is cut depends on all that
+    Two where values are wider than 128 and for many drafts, one over latent rows, for few drafts, and where a tile packs
+    more than 16 heads; of 8-bit numbers two where of 16-bit ones it is one. Not batch-invariant: where a request is cut depends on all that
     come before it.
     """
 
@@ -53,7 +55,10 @@ def _held(ctx: SplitContext) -> int:
     if ctx.head_tile > HEAD_TILE:
         return 1
     alone = 2 if ctx.kv_itemsize == 1 else 1
-    if ctx.drafts is not None or ctx.mla:
+    if ctx.drafts is not None:
+        rows = ctx.drafts * (ctx.heads // ctx.kv_heads)
+        return alone if rows <= MANY_ROWS or ctx.v_dim > NARROW_DIM else 2
+    if ctx.mla:
         return alone
     if ctx.v_dim > NARROW_DIM:
         return 2
