@@ -18,7 +18,8 @@ from attnlab.bench.result import FIRST, Goal, NotTimed, Result, Row, load
 from attnlab.bench.run import run
 from attnlab.bench.timing import GraphTimer
 from attnlab.bench.warm import warm
-from attnlab.bench.workloads import CURVES, Workload, chosen
+from attnlab.bench.workload import Workload
+from attnlab.bench.workloads import CURVES, GROUPS, USUAL, chosen, workloads
 from attnlab.checks import require
 from attnlab.files import place
 from attnlab.units import printable
@@ -106,9 +107,13 @@ def bench_compare(before: Path, after: Path) -> int:
 
 
 def list_workloads(only: Sequence[str], *, quick: bool) -> None:
-    """Print the names of workloads that would be run, and those of the peers."""
-    for work in chosen(only, quick=quick):
+    """Print the names of workloads, those of the groups, and those of the peers; without words, of everything."""
+    for work in chosen(only, quick=quick) if only or quick else workloads():
         print(_listed(work))
+    usual = ", ".join(USUAL)
+    print(f"groups: {', '.join(GROUPS)} ({usual} without --only)")
+    for name, words in CURVES.items():
+        print(f"  {name}: {words}")
     print(f"peers: {', '.join(peers.names())}")
 
 

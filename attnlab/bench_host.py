@@ -24,7 +24,7 @@ from attnlab.bench.peer import Setting
 from attnlab.bench.result import Goal, Result
 from attnlab.bench.run import machine
 from attnlab.bench.timing import Timing, WallTimer, timed
-from attnlab.bench.workloads import Workload, heads
+from attnlab.bench.workload import Workload, heads
 from attnlab.checks import require
 from attnlab.explore.merge import explore_merge
 from attnlab.explore.splits import explore_splits

@@ -28,7 +28,8 @@ from attnlab.bench.result import Ceilings, Goal, Machine, NotTimed, Result, Row,
 from attnlab.bench.run import run
 from attnlab.bench.timing import Held, WallTimer
 from attnlab.bench.warm import compile_for
-from attnlab.bench.workloads import GQA, TABLE, Workload, chosen, curves, models, workloads
+from attnlab.bench.workload import Workload
+from attnlab.bench.workloads import GQA, TABLE, chosen, curves, models, traffic, workloads
 from attnlab.bench_command import declined, row_lines
 from attnlab.bench_command import faults as command_faults
 from attnlab.cli import main
@@ -150,7 +151,8 @@ def test_all_peers_that_run_here_are_right_on_every_workload(tiny: Result) -> No
 def test_who_does_not_run_a_row_says_why(tiny: Result) -> None:
     lines = declined(tiny)
     assert "flashinfer-fa2 declined all rows: runs on a GPU alone" in lines
-    assert "sdpa declined decode-64x4k-fp8, decode-1x128k-fp8: torch's function has no fp8 keys" in lines
+    fp8 = ", ".join(work.name for work in TABLE if work.kv_dtype.itemsize == 1)
+    assert f"sdpa declined {fp8}: torch's function has no fp8 keys" in lines
 
 
 def test_kernels_are_timed_as_well_where_they_are_interpreted() -> None:
@@ -279,7 +281,7 @@ def test_workloads_have_names_of_their_own_and_words_choose_them() -> None:
     names = [work.name for work in workloads()]
     assert len(set(names)) == len(names)
     assert {work.mode for work in chosen(quick=True)} == {"decode", "extend", "unified", "verify"}
-    assert [work.name for work in chosen(["verify-8x8*"])] == ["verify-8x8+16k"]
+    assert [work.name for work in chosen(["verify-8x8*"])] == ["verify-8x8+16k", "verify-8x8+16k-tree"]
     assert {work.group for work in chosen(["decode"])} == {"table", "traffic"}
     assert {work.group for work in chosen(["curve-batch", "models"])} == {"curve-batch", "models"}
     with pytest.raises(ValueError, match="only: 'decoed' names no workload; say curve-batch"):
@@ -475,6 +477,33 @@ def test_workloads_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--list", "--only", "verify"]) == 0
     said = capsys.readouterr().out
     assert "verify-8x8+16k" in said and "decode-1x8k" not in said and "peers: attnlab, attnlab-seed" in said
+    assert main(["bench", "--list"]) == 0
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines()[: len(workloads())]] == [work.name for work in workloads()]
+    assert "groups: table, traffic, models, curve-batch" in said and "curve-context: tokens of one request" in said
+
+
+def test_every_row_of_the_goals_of_performance_has_a_workload() -> None:
+    """Decodes of all columns, groups and windows; fp8 beside its twin; latent rows by page; chains and trees."""
+    decodes = [work for work in TABLE if work.mode == "decode"]
+    assert {work.attention.qk_dim for work in decodes} == {64, 80, 128, 192, 256, 576}
+    assert {work.attention.group for work in decodes if not work.mla} == {1, 2, 4, 8, 16, 32}
+    assert {work.requests for work in decodes if work.attention.window == 128} == {64, 128, 256}
+    by_name = {work.name: work for work in TABLE}
+    twins = [work for work in TABLE if work.kv_dtype.itemsize == 1]
+    assert {work.name for work in twins} >= {f"decode-{of}-fp8" for of in ("64x4k", "1x128k", "skew", "128x8k")}
+    for work in twins:
+        twin = by_name[work.name.removesuffix("-fp8")]
+        assert replace(work, kv_dtype=torch.bfloat16, name=twin.name, quick=twin.quick) == twin
+    for paged in (work for work in TABLE if work.page_size == 64):
+        assert by_name[paged.name.removesuffix("-p64")].cached == paged.cached
+    assert {work.name for work in TABLE if work.mla and work.page_size == 64} == {
+        f"decode-mla128-{of}-p64" for of in ("1x32k", "32x8k", "128x4k")
+    }
+    for work in (work for work in TABLE if work.tree):
+        assert by_name[work.name.removesuffix("-tree")].new == work.new
+    assert {work.new for work in TABLE if work.mode == "verify" and work.tree} == {4, 8, 16}
+    assert [work.requests for work in traffic()] == [64] * 4
 
 
 def test_the_usual_attention_has_grouped_heads() -> None:

@@ -1,8 +1,9 @@
 """Measuring: correct first, then timed.
 
-A workload (`workloads.py`) is built (`inputs.py`), held to the oracle (`truth.py`) and timed (`timing.py`) by every
-peer (`peer.py`, a file each in `peers/`) in turn (`run.py`). What comes out (`result.py`) is plain data: `load` reads
-it where there is no GPU, `compare_runs` (`compare.py`) holds two runs together, `attnlab.show` draws one.
+A workload (`workload.py`; `workloads.py` lists them) is built (`inputs.py`), held to the oracle (`truth.py`) and timed
+(`timing.py`) by every peer (`peer.py`, a file each in `peers/`) in turn (`run.py`). What comes out (`result.py`) is
+plain data: `load` reads it where there is no GPU, `compare_runs` (`compare.py`) holds two runs together, `attnlab.show`
+draws one.
 """
 
 from attnlab.bench.result import Ceilings as Ceilings

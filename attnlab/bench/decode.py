@@ -14,7 +14,7 @@ from attnlab.backend import AttentionBackend
 from attnlab.bench.inputs import Inputs
 from attnlab.bench.timing import GraphTimer, timed
 from attnlab.bench.truth import Truth
-from attnlab.bench.workloads import Workload, heads
+from attnlab.bench.workload import Workload, heads
 from attnlab.plan.plans import DecodePlan
 
 

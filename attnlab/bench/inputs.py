@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnlab.backend import AttentionBackend
 from attnlab.batch import Batch, DecodeBatch, ExtendBatch, VerifyBatch
-from attnlab.bench.workloads import Workload
+from attnlab.bench.workload import Workload
 from attnlab.inspect.workbench import H200_MULTIPROCESSORS
 from attnlab.kernels.target import multiprocessors_of
 from attnlab.mask import depths

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnlab.bench.inputs import Inputs
-from attnlab.bench.workloads import Workload
+from attnlab.bench.workload import Workload
 from attnlab.registry import Registry
 from attnlab.units import printable
 

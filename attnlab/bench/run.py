@@ -21,7 +21,7 @@ from attnlab.bench.peer import Call, Peer, Setting, one_line, peers
 from attnlab.bench.result import Machine, NotTimed, Result, Row, Timed
 from attnlab.bench.timing import Held, Timer, Timing, timed
 from attnlab.bench.truth import Truth, WrongResult
-from attnlab.bench.workloads import Workload
+from attnlab.bench.workload import Workload
 from attnlab.checks import require
 from attnlab.kernels.target import multiprocessors_of
 

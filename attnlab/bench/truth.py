@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnlab.bench.inputs import Inputs, tree_mask
-from attnlab.bench.workloads import Workload
+from attnlab.bench.workload import Workload
 from attnlab.checks import require
 from attnlab.eager import oracle
 

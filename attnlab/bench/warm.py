@@ -16,7 +16,7 @@ import torch
 from attnlab.bench.inputs import Inputs
 from attnlab.bench.peer import Setting, peers
 from attnlab.bench.run import release
-from attnlab.bench.workloads import Workload
+from attnlab.bench.workload import Workload
 
 
 def warm(

@@ -2,136 +2,24 @@
 
 A name says mode, requests and tokens: `decode-64x4k` decodes 64 requests of 4,096 tokens, `extend-4x2k+8k` extends 4
 requests of 8,192 cached tokens by 2,048 each. Heads are 32 over 8 of 128 columns and storage bf16 in pages of one slot,
-unless the name says otherwise.
+unless the name says otherwise: `d64` columns, `64q4kv` heads, `w128` a window, `p64` pages, `fp8` keys and values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import cached_property
-from typing import Literal, get_args
 
 import numpy as np
 import torch
 
-from attnlab.checks import positive, require
+from attnlab.bench.workload import Workload, heads, latent
+from attnlab.checks import require
 from attnlab.inspect.traffic import draw_decode_lens, trace_names
-from attnlab.mask import depths
-from attnlab.spec import AttentionSpec, ModelSpec
+from attnlab.spec import ModelSpec
 
-Mode = Literal["decode", "extend", "unified", "verify"]
-MODES: tuple[Mode, ...] = get_args(Mode)
 K = 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """One call: a batch of requests, and the attention of one layer.
-
-    `cached` are tokens of each request whose keys lie in the pool before the call; a decode's own token is counted. The
-    other modes bring `new` tokens a request; `unified` extends in one pass over the pool, and verify's new tokens are
-    drafts: a chain, or the `tree` whose parents are given. `cold`: caches are swept before every replay. `group`:
-    what it is chosen by, beside its name and mode; `quick`: one of the few that say most. A workload of a curve has its
-    place `x` there; `splits`: attnlab cuts every request in so many ranges.
-
-    >>> work = Workload(name="two", mode="decode", cached=(100, 28), attention=heads(4, 2, 16))
-    >>> work.kv_bytes, work.flops
-    (16384, 32768)
-    """
-
-    name: str
-    mode: Mode
-    cached: tuple[int, ...]
-    attention: AttentionSpec
-    new: int = 1
-    tree: tuple[int, ...] = ()
-    page_size: int = 1
-    mla: bool = False
-    dtype: torch.dtype = torch.bfloat16
-    kv_dtype: torch.dtype = torch.bfloat16
-    cold: bool = False
-    splits: int | None = None
-    group: str = "table"
-    x: float | None = None
-    quick: bool = False
-
-    def __post_init__(self) -> None:
-        require(self.mode in MODES, f"mode: expected one of {', '.join(MODES)}, got {self.mode!r}")
-        require(len(self.cached) > 0, f"cached: workload {self.name!r} has no request")
-        require(min(self.cached) >= (self.mode == "decode"), f"cached: workload {self.name!r} has a request of nothing")
-        require(self.mode != "decode" or self.new == 1, f"new: a decode has one query a request, got {self.new}")
-        require(self.attention.mod is None, f"attention: workload {self.name!r} has a modifier, which no peer knows")
-        require(len(self.tree) in (0, self.new), f"tree: expected {self.new} parents, got {len(self.tree)}")
-        chain = not self.tree or (self.mode == "verify" and not self.attention.sight.partial)
-        require(chain, f"tree: workload {self.name!r} is no verify without windows and chunks, which alone has trees")
-        cuts = self.splits is None or self.mode in ("decode", "verify")
-        require(cuts, f"splits: of a decode or verify alone, workload {self.name!r} is of mode {self.mode}")
-        positive("new", self.new)
-        positive("page_size", self.page_size)
-
-    @property
-    def requests(self) -> int:
-        """How many there are."""
-        return len(self.cached)
-
-    @property
-    def queries(self) -> int:
-        """Query tokens of the call."""
-        return self.requests * self.new
-
-    @property
-    def lens(self) -> tuple[int, ...]:
-        """Tokens of each request, the new ones included."""
-        return self.cached if self.mode == "decode" else tuple(n + self.new for n in self.cached)
-
-    def position(self, request: int, query: int) -> int:
-        """Return where a query of a request stands."""
-        if self.mode == "decode":
-            return self.cached[request] - 1
-        return self.cached[request] + (depths(self.tree)[query] if self.tree else query)
-
-    @cached_property
-    def pairs(self) -> int:
-        """How many (query, key) pairs are seen, of one head."""
-        if self.tree:  # a draft sees the cached tokens, its ancestors and itself; trees have no windows here
-            deep = sum(depths(self.tree))
-            return sum(self.new * (n + 1) + deep for n in self.cached)
-        first = self.attention.sight.first
-        count = 0
-        for cached in set(self.cached):
-            at = torch.arange(self.new) + (cached - 1 if self.mode == "decode" else cached)
-            count += int((at - first(at) + 1).sum()) * self.cached.count(cached)
-        return count
-
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions of both products over all pairs that are seen."""
-        spec = self.attention
-        return 2 * (spec.qk_dim + spec.v_dim) * spec.heads * self.pairs
-
-    @cached_property
-    def kv_bytes(self) -> int:
-        """Bytes of the keys and values that some query sees, each read once."""
-        spec, first = self.attention, self.attention.sight.first
-        oldest = [first(self.position(r, 0)) for r in range(self.requests)]
-        keys = sum(n - start for n, start in zip(self.lens, oldest, strict=True))
-        width = spec.qk_dim + (0 if self.mla else spec.v_dim)
-        return keys * spec.kv_heads * width * self.kv_dtype.itemsize
-
-
-def heads(
-    heads: int = 32, kv_heads: int = 8, qk_dim: int = 128, v_dim: int | None = None, *, window: int | None = None
-) -> AttentionSpec:
-    """Return the attention of so many heads, scaled by the root of its columns."""
-    v_dim = qk_dim if v_dim is None else v_dim
-    return AttentionSpec(heads=heads, kv_heads=kv_heads, qk_dim=qk_dim, v_dim=v_dim, scale=qk_dim**-0.5, window=window)
-
-
-def latent(count: int) -> AttentionSpec:
-    """Return the absorbed MLA of DeepSeek-V3's widths with so many query heads, as a rank of a server has them."""
-    return AttentionSpec(heads=count, kv_heads=1, qk_dim=576, v_dim=512, scale=192**-0.5)
 
 
 def _random(count: int, low: int, high: int) -> tuple[int, ...]:
@@ -143,6 +31,13 @@ BINARY = (-1, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7)
 GQA, MLA128, MLA16 = heads(), latent(128), latent(16)
 FP8 = torch.float8_e4m3fn
 
+MLA_TABLE: tuple[Workload, ...] = (
+    Workload(name="decode-mla128-32x8k", mode="decode", cached=(8 * K,) * 32, attention=MLA128, mla=True, quick=True),
+    Workload(name="decode-mla128-1x32k", mode="decode", cached=(32 * K,), attention=MLA128, mla=True),
+    Workload(name="decode-mla128-128x4k", mode="decode", cached=(4 * K,) * 128, attention=MLA128, mla=True),
+)
+"""All latent heads; in TABLE in pages of one slot and of 64."""
+
 TABLE: tuple[Workload, ...] = (
     # Those that say most come first: a run that is cut off keeps what it has.
     Workload(name="decode-64x4k", mode="decode", cached=(4 * K,) * 64, attention=GQA, quick=True),
@@ -152,37 +47,45 @@ TABLE: tuple[Workload, ...] = (
     Workload(name="verify-64x16+4k", mode="verify", cached=(4 * K,) * 64, new=16, attention=GQA, quick=True),
     Workload(name="extend-1x8k", mode="extend", cached=(0,), new=8 * K, attention=GQA, quick=True),
     Workload(name="extend-4x2k+8k", mode="extend", cached=(8 * K,) * 4, new=2 * K, attention=GQA, quick=True),
-    Workload(name="decode-mla128-32x8k", mode="decode", cached=(8 * K,) * 32, attention=MLA128, mla=True, quick=True),
+    MLA_TABLE[0],
     Workload(name="decode-mla16-32x8k", mode="decode", cached=(8 * K,) * 32, attention=MLA16, mla=True, quick=True),
     Workload(name="decode-8x8k", mode="decode", cached=(8 * K,) * 8, attention=GQA),
     Workload(name="decode-128x8k", mode="decode", cached=(8 * K,) * 128, attention=GQA),
     Workload(name="decode-256x2k", mode="decode", cached=(2 * K,) * 256, attention=GQA),
     Workload(name="decode-64x8k-8q1kv", mode="decode", cached=(8 * K,) * 64, attention=heads(8, 1)),
     Workload(name="decode-8x4k-mha", mode="decode", cached=(4 * K,) * 8, attention=heads(32, 32)),
+    Workload(name="decode-64x4k-mha", mode="decode", cached=(4 * K,) * 64, attention=heads(32, 32)),
     Workload(name="decode-random", mode="decode", cached=_random(64, 100, 16_000), attention=GQA),
     Workload(name="decode-64x4k-fp8", mode="decode", cached=(4 * K,) * 64, attention=GQA, kv_dtype=FP8, quick=True),
     Workload(name="decode-1x128k-fp8", mode="decode", cached=(128 * K,), attention=GQA, kv_dtype=FP8),
+    Workload(name="decode-skew-fp8", mode="decode", cached=(128 * K, *(K,) * 63), attention=GQA, kv_dtype=FP8),
+    Workload(name="decode-128x8k-fp8", mode="decode", cached=(8 * K,) * 128, attention=GQA, kv_dtype=FP8),
+    Workload(name="decode-256x2k-fp8", mode="decode", cached=(2 * K,) * 256, attention=GQA, kv_dtype=FP8),
+    Workload(name="decode-8x8k-fp8", mode="decode", cached=(8 * K,) * 8, attention=GQA, kv_dtype=FP8),
     Workload(name="decode-1x8k-cold", mode="decode", cached=(8 * K,), attention=GQA, cold=True),
     Workload(name="decode-64x4k-d64", mode="decode", cached=(4 * K,) * 64, attention=heads(64, 8, 64)),
+    Workload(name="decode-256x2k-d64", mode="decode", cached=(2 * K,) * 256, attention=heads(64, 8, 64)),
     Workload(name="decode-16x4k-d80", mode="decode", cached=(4 * K,) * 16, attention=heads(32, 32, 80)),
+    Workload(name="decode-64x4k-d80", mode="decode", cached=(4 * K,) * 64, attention=heads(32, 32, 80)),
+    Workload(name="decode-64x4k-192-128", mode="decode", cached=(4 * K,) * 64, attention=heads(64, 8, 192, 128)),
     Workload(name="decode-64x4k-d256", mode="decode", cached=(4 * K,) * 64, attention=heads(16, 8, 256)),
     Workload(name="decode-64x4k-64q4kv", mode="decode", cached=(4 * K,) * 64, attention=heads(64, 4)),
+    Workload(name="decode-64x4k-64q8kv", mode="decode", cached=(4 * K,) * 64, attention=heads(64, 8)),
+    Workload(name="decode-64x4k-32q16kv", mode="decode", cached=(4 * K,) * 64, attention=heads(32, 16)),
+    Workload(name="decode-64x8k-32q1kv", mode="decode", cached=(8 * K,) * 64, attention=heads(32, 1)),
+    Workload(name="decode-64x4k-w128", mode="decode", cached=(4 * K,) * 64, attention=heads(64, 8, 64, window=128)),
+    Workload(name="decode-128x4k-w128", mode="decode", cached=(4 * K,) * 128, attention=heads(64, 8, 64, window=128)),
     Workload(name="decode-256x4k-w128", mode="decode", cached=(4 * K,) * 256, attention=heads(64, 8, 64, window=128)),
-    Workload(name="decode-mla128-1x32k", mode="decode", cached=(32 * K,), attention=MLA128, mla=True),
-    Workload(name="decode-mla128-128x4k", mode="decode", cached=(4 * K,) * 128, attention=MLA128, mla=True),
-    Workload(
-        name="decode-mla128-128x4k-p64",
-        mode="decode",
-        cached=(4 * K,) * 128,
-        attention=MLA128,
-        mla=True,
-        page_size=64,
-    ),
+    *MLA_TABLE[1:],
+    *(replace(work, name=f"{work.name}-p64", page_size=64, quick=False) for work in MLA_TABLE),
     Workload(name="decode-mla16-128x4k", mode="decode", cached=(4 * K,) * 128, attention=MLA16, mla=True),
     Workload(name="verify-64x4+4k", mode="verify", cached=(4 * K,) * 64, new=4, attention=GQA),
     Workload(name="verify-64x8+4k", mode="verify", cached=(4 * K,) * 64, new=8, attention=GQA),
     Workload(name="verify-8x8+16k", mode="verify", cached=(16 * K,) * 8, new=8, attention=GQA, quick=True),
     Workload(name="verify-64x16+4k-tree", mode="verify", cached=(4 * K,) * 64, new=16, tree=BINARY, attention=GQA),
+    Workload(name="verify-64x8+4k-tree", mode="verify", cached=(4 * K,) * 64, new=8, tree=BINARY[:8], attention=GQA),
+    Workload(name="verify-64x4+4k-tree", mode="verify", cached=(4 * K,) * 64, new=4, tree=BINARY[:4], attention=GQA),
+    Workload(name="verify-8x8+16k-tree", mode="verify", cached=(16 * K,) * 8, new=8, tree=BINARY[:8], attention=GQA),
     Workload(name="verify-mla16-16x4+4k", mode="verify", cached=(4 * K,) * 16, new=4, attention=MLA16, mla=True),
     Workload(name="extend-16x512+4k", mode="extend", cached=(4 * K,) * 16, new=512, attention=GQA),
     Workload(name="extend-1x8k-p64", mode="extend", cached=(0,), new=8 * K, attention=GQA, page_size=64),
@@ -247,6 +150,9 @@ CURVES = {
     "curve-pages": "slots a page, 64 requests of 4,096 tokens",
 }
 """The groups of workloads that are curves, and what grows along each."""
+USUAL = ("table", "traffic")
+"""The groups that are run where none is named, and of which a mode's name speaks."""
+GROUPS = (*USUAL, "models", *CURVES)
 
 
 def curves() -> list[Workload]:
@@ -291,10 +197,9 @@ def chosen(words: Sequence[str] = (), *, quick: bool = False) -> list[Workload]:
 
 
 def _named(work: Workload, words: Sequence[str]) -> bool:
+    usual = work.group in USUAL  # curves and models are asked for by their own names
     if not words:
-        return work.group in ("table", "traffic")
-    # A mode means the rows of the table and of traffic: curves and models are asked for by their own names.
-    usual = work.group in ("table", "traffic")
+        return usual
     return any((word == work.mode and usual) or word == work.group or fnmatchcase(work.name, word) for word in words)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnlab.bench.inputs import Inputs, offsets, tree_mask
 from attnlab.bench.peer import Call, Peer, Setting, imported, peer, unusual
-from attnlab.bench.workloads import Workload
+from attnlab.bench.workload import Workload
 
 DIMS = {(64, 64), (128, 128), (192, 128), (256, 256)}
 """Columns of keys and of values that its kernels are offered for."""

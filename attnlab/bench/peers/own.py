@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnlab.bench.inputs import Inputs
 from attnlab.bench.peer import Call, Peer, Setting, peer
-from attnlab.bench.workloads import Workload
+from attnlab.bench.workload import Workload
 from attnlab.plan.policies.static import Static
 
 WHOLE = "tile"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attnlab.bench.inputs import Inputs, offsets, tree_mask
 from attnlab.bench.peer import Call, Peer, Setting, imported, one_line, peer, unusual
-from attnlab.bench.workloads import Workload
+from attnlab.bench.workload import Workload
 from attnlab.checks import require
 from attnlab.plan.policies.seed import Seed
 from attnlab.plan.policy import SplitContext

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from attnlab.bench.inputs import Dense, Inputs
 from attnlab.bench.peer import Call, Setting, peer, unusual
 from attnlab.bench.peers.torch_sdpa import together
-from attnlab.bench.workloads import Workload
+from attnlab.bench.workload import Workload
 from attnlab.spec import AttentionSpec
 
 MOST_LENGTHS = 2

@@ -10,7 +10,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from attnlab.bench.inputs import Dense, Inputs
 from attnlab.bench.peer import Call, Setting, peer, unusual
-from attnlab.bench.workloads import Workload
+from attnlab.bench.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
