@@ -35,6 +35,7 @@ def bench_on_gpu(
     names: Sequence[str] | None,
     without: Sequence[str],
     seconds: float | None,
+    patience: float,
     jobs: int,
     sglang: Path | None,
     out: Path | None,
@@ -42,7 +43,7 @@ def bench_on_gpu(
     """Time the chosen workloads; return 1 where a result of attnlab was wrong, or it raised."""
     works = chosen([*only, *CURVES] if curves else only, quick=quick)
     taking = _peers(names, without)
-    _check_numbers(seconds, jobs)
+    _check_numbers(seconds, patience, jobs)
     if out is not None:
         place(out, name="--out")
     require(
@@ -62,7 +63,7 @@ def bench_on_gpu(
             task = progress.add_task("compiling", total=len(works))
             told = lambda name: progress.update(task, description=f"compiled {name}", advance=1)  # noqa: E731
             half = None if seconds is None else seconds / 2
-            warm(works, names=taking, setting=setting, jobs=jobs, seconds=half, on_done=told)
+            warm(works, names=taking, setting=setting, jobs=jobs, seconds=half, patience=patience, on_done=told)
         task = progress.add_task("timing", total=len(works))
 
         def on_row(result: Result) -> None:
@@ -72,7 +73,7 @@ def bench_on_gpu(
                 result.save(out)
 
         left = None if seconds is None else seconds - (time.monotonic() - begin)
-        result = run(works, names=taking, setting=setting, timer=timer, on_row=on_row, seconds=left)
+        result = run(works, names=taking, setting=setting, timer=timer, on_row=on_row, seconds=left, patience=patience)
     if out is not None:
         result.save(out)
     report(result, console)
@@ -252,8 +253,9 @@ def _peers(names: Sequence[str] | None, without: Sequence[str]) -> list[str]:
     return taking
 
 
-def _check_numbers(seconds: float | None, jobs: int) -> None:
+def _check_numbers(seconds: float | None, patience: float, jobs: int) -> None:
     require(seconds is None or seconds > 0, f"--seconds: expected more than 0, got {seconds}")
+    require(patience > 0, f"--patience: expected more than 0, got {patience}")
     require(jobs >= 1, f"--jobs: expected at least 1, got {jobs}")
 
 

@@ -113,6 +113,9 @@ def _bench_takes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", nargs="+", metavar="NAME", help="those that take part (default: all)")
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="those that do not")
     parser.add_argument("--seconds", type=float, help="begin no workload later than this; half of it may be compiling")
+    parser.add_argument(
+        "--patience", type=float, default=120.0, help="seconds for a peer to prepare a workload (default: %(default)g)"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="compile in so many processes first (default: %(default)s)")
     parser.add_argument("--sglang", type=Path, metavar="FOLDER", help="SGLang's kernels/ops/attention, as files")
     parser.add_argument("--out", type=Path, help="JSON file, written anew after every workload")
@@ -159,6 +162,7 @@ def _bench(home: Any, args: argparse.Namespace) -> int:
             names=args.peers,
             without=args.without,
             seconds=args.seconds,
+            patience=args.patience,
             jobs=args.jobs,
             sglang=args.sglang,
             out=args.out,

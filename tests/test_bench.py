@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -462,6 +463,7 @@ def test_the_command_compares_two_files(tmp_path: Path, capsys: pytest.CaptureFi
         (["--peers", "nobody"], "--peers: expected some of attnlab"),
         (["--jobs", "0"], "--jobs: expected at least 1, got 0"),
         (["--seconds", "0"], "--seconds: expected more than 0, got 0"),
+        (["--patience", "0"], "--patience: expected more than 0, got 0"),
         (["--out", "no/such/folder/x.json"], "--out: there is no folder"),
     ],
 )
@@ -649,16 +651,41 @@ def test_flashinfer_is_called_as_its_wrappers_are_meant(family: str, lone: Calla
     name = lone(FlashInfer(FakeFlashInfer, family=family, device=CPU.device))
     names = ("decode-64x4k", "decode-16x4k-d80", "decode-256x4k-w128", "decode-mla16-32x8k", "decode-mla128-128x4k-p64")
     names += ("verify-8x8+16k", "verify-64x16+4k-tree", "verify-mla16-16x4+4k", "extend-1x8k", "extend-4x2k+8k")
-    names += ("extend-1x16k-w4k", "unified-4x2k+8k", "model-Gemma-2-2b-full")
+    names += (
+        "extend-1x16k-w4k",
+        "unified-4x2k+8k",
+        "model-Gemma-2-2b-full",
+        "decode-64x4k-192-128",
+        "decode-64x8k-32q1kv",
+    )
     works = [replace(small(work), kv_dtype=torch.float32) for work in (*TABLE, *models()) if work.name in names]
-    works += [replace(small(TABLE[0]), page_size=4, name="pages")]
+    windowed = next(work for work in TABLE if work.attention.window == 128)
+    works += [replace(small(work), page_size=4, name=f"pages of {work.name}") for work in (TABLE[0], windowed)]
+    works += [replace(small(windowed), mode="verify", new=3, cached=(40, 9), name="a windowed verify")]
     rows = run(works, names=[name], setting=CPU, timer=Once()).rows
     assert [(row.name, other.why) for row in rows for other in row.not_timed if other.reason != "declined"] == []
     declines = {row.name for row in rows if not row.timed}
     if family == "fa2":
-        assert declines == {"decode-16x4k-d80"}
+        assert declines == {"decode-16x4k-d80", "decode-64x4k-192-128"}
     else:
         assert "extend-1x8k" not in declines and "verify-8x8+16k" not in declines and "decode-64x4k" in declines
+
+
+def test_who_takes_long_to_compile_is_left_out_and_the_others_are_not(lone: Callable[[Peer], str]) -> None:
+    def slow(inputs: Inputs) -> Tensor:
+        sleep(30)
+        raise AssertionError("nobody waits for this")
+
+    name = lone(Answers(slow, right, right))
+    other_mode = next(work for work in TABLE if work.mode == "verify")
+    works = [small(TABLE[0]), small(TABLE[1]), small(other_mode)]
+    rows = run(works, names=["attnlab", name], setting=CPU, timer=Once(), patience=0.2).rows
+    assert [row.time_of("attnlab") is not None for row in rows] == [True] * 3
+    assert [other.why for row in rows for other in row.not_timed] == [
+        "TookTooLong: not ready after 0.2 s, compiling most likely; --patience gives it longer",
+        "TookTooLong: was not ready for decode-64x4k after 0.2 s, and is not asked for a decode again",
+    ]
+    assert rows[2].time_of(name) is not None
 
 
 def test_what_is_compiled_ahead_runs_whatever_fails_beside_it(lone: Callable[[Peer], str]) -> None:
@@ -672,6 +699,7 @@ def test_what_is_compiled_ahead_runs_whatever_fails_beside_it(lone: Callable[[Pe
     compile_for(work, (name, name, "sdpa"), CPU)
     assert ran == [work.name]
     compile_for(replace(work, cached=(2**31,)), (name,), CPU)  # cannot be built: the run will say so
+    compile_for(work, (lone(Answers(lambda inputs: sleep(30) or right(inputs))),), CPU, 0.1)  # who is slow, is cut off
 
 
 def test_a_row_is_told_by_peer() -> None:

@@ -17,6 +17,7 @@ import torch
 import attnlab
 from attnlab.bench.ceilings import ceilings
 from attnlab.bench.inputs import Inputs
+from attnlab.bench.patience import Patience
 from attnlab.bench.peer import Call, Peer, Setting, one_line, peers
 from attnlab.bench.result import Machine, NotTimed, Result, Row, Timed
 from attnlab.bench.timing import Held, Timer, Timing, timed
@@ -37,20 +38,23 @@ def run(
     timer: Timer,
     on_row: Callable[[Result], None] = lambda result: None,
     seconds: float | None = None,
+    patience: float | None = None,
 ) -> Result:
     """Return the result of all workloads; `on_row` is given what there is after each.
 
-    `names` are those of the peers. After `seconds` no further workload is begun; the result names those left out.
+    `names` are those of the peers. After `seconds` no further workload is begun; the result names those left out. A
+    peer has `patience` seconds to prepare a workload.
     """
     with torch.no_grad():
-        begin = time.monotonic()
+        begin, waits = time.monotonic(), Patience(patience)
         made: dict[str, Peer] = {name: peers.get(name)(setting) for name in names}
         result = Result(machine=machine(setting, timer), ceilings=ceilings(setting.device, timer))
         with _kept():
             for number, work in enumerate(workloads):
                 if seconds is not None and time.monotonic() - begin > seconds:
                     return replace(result, left_out=tuple(other.name for other in workloads[number:]))
-                result = replace(result, rows=(*result.rows, measure(work, made, setting=setting, timer=timer)))
+                row = measure(work, made, setting=setting, timer=timer, patience=waits)
+                result = replace(result, rows=(*result.rows, row))
                 on_row(result)
                 release(setting.device)
         return result
@@ -77,7 +81,7 @@ class _Ready:
     error: float
 
 
-def measure(work: Workload, made: Mapping[str, Peer], *, setting: Setting, timer: Timer) -> Row:
+def measure(work: Workload, made: Mapping[str, Peer], *, setting: Setting, timer: Timer, patience: Patience) -> Row:
     """Return a workload's row. What a peer raises is an entry of the row, and does not keep others from running."""
     try:
         inputs = Inputs(work, setting.device)
@@ -89,7 +93,7 @@ def measure(work: Workload, made: Mapping[str, Peer], *, setting: Setting, timer
     others: list[NotTimed] = []
     for name, peer in made.items():
         try:
-            ready += _prepared(name, peer, inputs, truth, timer)
+            ready += _prepared(name, peer, inputs, truth, timer, patience)
         except _Declined as declined:
             others.append(NotTimed(peer=name, reason="declined", why=str(declined)))
         except WrongResult as wrong:
@@ -116,16 +120,14 @@ class _Declined(Exception):
     """A peer does not offer a workload."""
 
 
-def _prepared(name: str, peer: Peer, inputs: Inputs, truth: Truth, timer: Timer) -> list[_Ready]:
+def _prepared(name: str, peer: Peer, inputs: Inputs, truth: Truth, timer: Timer, patience: Patience) -> list[_Ready]:
     """Run each way of a peer once, hold its output to the oracle, and make it ready."""
     why = peer.declines(inputs.work)
     if why is not None:
         raise _Declined(why)
-    ready = []
-    for call in peer.calls(inputs):
-        error = truth.error(call.read(call.run()))
-        ready.append(_Ready(peer=name, call=call, held=timer.hold(call.run), error=error))
-    return ready
+    with patience.for_peer(name, inputs.work):
+        right = [(call, truth.error(call.read(call.run()))) for call in peer.calls(inputs)]
+    return [_Ready(peer=name, call=call, held=timer.hold(call.run), error=error) for call, error in right]
 
 
 def _timed(one: _Ready, timing: Timing) -> Timed:

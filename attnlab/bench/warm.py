@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from functools import cache
 from multiprocessing import get_context
 
 import torch
 
 from attnlab.bench.inputs import Inputs
+from attnlab.bench.patience import Patience
 from attnlab.bench.peer import Setting, peers
 from attnlab.bench.run import release
 from attnlab.bench.workload import Workload
@@ -26,14 +28,16 @@ def warm(
     setting: Setting,
     jobs: int,
     seconds: float | None = None,
+    patience: float | None = None,
     on_done: Callable[[str], None] = lambda name: None,
 ) -> None:
     """Run every workload once through every peer in `jobs` processes; `on_done` is told the name of each.
 
-    After `seconds` none is begun: the run compiles what is missing, as it does where a process died.
+    After `seconds` none is begun: the run compiles what is missing, as it does where a process died. A peer has
+    `patience` seconds to prepare a workload, as it has in the run.
     """
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        waiting = {pool.submit(compile_for, work, tuple(names), setting): work.name for work in workloads}
+        waiting = {pool.submit(compile_for, work, tuple(names), setting, patience): work.name for work in workloads}
         try:
             for future in as_completed(waiting, timeout=seconds):
                 if isinstance(future.exception(), BrokenProcessPool):
@@ -43,7 +47,11 @@ def warm(
             pool.shutdown(cancel_futures=True)  # those that were begun are waited for: nothing else runs while we time
 
 
-def compile_for(work: Workload, names: Sequence[str], setting: Setting) -> None:
+_patience = cache(Patience)
+"""One for each process, which remembers who took too long."""
+
+
+def compile_for(work: Workload, names: Sequence[str], setting: Setting, patience: float | None = None) -> None:
     """Run a workload once through each peer, whatever happens to the others."""
     with torch.no_grad():
         try:
@@ -54,8 +62,9 @@ def compile_for(work: Workload, names: Sequence[str], setting: Setting) -> None:
             try:
                 peer = peers.get(name)(setting)
                 if peer.declines(work) is None:
-                    for call in peer.calls(inputs):
-                        call.run()
+                    with _patience(patience).for_peer(name, work):
+                        for call in peer.calls(inputs):
+                            call.run()
             except Exception:  # of whatever type: the run says it
                 continue
         del inputs

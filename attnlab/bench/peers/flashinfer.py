@@ -1,6 +1,7 @@
 """FlashInfer's batched wrappers over the same pages, where the package is installed: its second and third kernels.
 
-Written against FlashInfer 0.5. Its plan is made once and not timed, like attnlab's.
+Written against FlashInfer 0.5.3. Its plan is made once and not timed, like attnlab's, and without the fixed sizes that
+it has for graphs: the run alone is captured, on the grid that was planned for this batch.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from attnlab.bench.inputs import Inputs, offsets, tree_mask
 from attnlab.bench.peer import Call, Peer, Setting, imported, peer, unusual
 from attnlab.bench.workload import Workload
 
-DIMS = {(64, 64), (128, 128), (192, 128), (256, 256)}
-"""Columns of keys and of values that its kernels are offered for."""
+DIMS = (64, 128, 256)
+"""Columns of keys and values that its kernels over pages are offered for: both alike, as one stride is for both."""
 LATENT = (576, 512)
 SCRATCH_BYTES = 512 << 20
 
@@ -47,11 +48,13 @@ class FlashInfer:
             return f"these wrappers have no {what}"
         columns = (spec.qk_dim, spec.v_dim)
         if work.mla:
-            if columns != LATENT or work.tree or work.kv_dtype.itemsize == 1:
-                return "its MLA is offered for 512 + 64 columns in 16 bits, and chains"
+            if columns != LATENT or work.tree or spec.sight.partial or work.kv_dtype.itemsize == 1:
+                return "its MLA is offered for 512 + 64 columns in 16 bits, chains, and no window"
             return None
-        if columns not in DIMS:
-            return f"not offered for {spec.qk_dim} and {spec.v_dim} columns"
+        if spec.qk_dim != spec.v_dim:
+            return "its pages hold keys and values of the same columns"
+        if spec.qk_dim not in DIMS:
+            return f"not offered for {spec.qk_dim} columns"
         if self.family == "fa3" and (work.mode == "decode" or work.tree or work.kv_dtype.itemsize == 1):
             return "fa3 is offered for prefill in 16 bits, without masks"
         return None
@@ -79,7 +82,8 @@ class FlashInfer:
             spec.kv_heads,
             spec.qk_dim,
             work.page_size,
-            window_left=-1 if spec.window is None else spec.window - 1,
+            # Pages of one slot are listed from the first key that is seen on: there is no window left to look through.
+            window_left=-1 if spec.window is None or work.page_size == 1 else spec.window - 1,
             logits_soft_cap=spec.softcap,
             q_data_type=work.dtype,
             kv_data_type=work.kv_dtype,
@@ -135,7 +139,7 @@ class FlashInfer:
             spec.v_dim,
             rope,
             work.page_size,
-            work.new > 1,
+            work.new > 1,  # causal: drafts, or new tokens, see what stands before them
             spec.scale,
             work.dtype,
             work.kv_dtype,
@@ -148,11 +152,19 @@ class FlashInfer:
 
 
 def _paged(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return offsets, pages and the tokens in each last page, int32."""
-    work = inputs.work
-    indptr = offsets([len(pages) for pages in inputs.pages], inputs.device)
+    """Return offsets, pages and the tokens in each last page, int32; pages that no query sees are left away.
+
+    Positions are told from the end, so that windows and masks are those of the whole request.
+    """
+    work, first = inputs.work, inputs.work.attention.sight.first
+    seen = [int(first(work.position(r, 0))) // work.page_size for r in range(work.requests)]
+    pages = [own[start:] for own, start in zip(inputs.pages, seen, strict=True)]
     last = [(n - 1) % work.page_size + 1 for n in work.lens]
-    return indptr, torch.cat(inputs.pages).int(), torch.tensor(last, dtype=torch.int32, device=inputs.device)
+    return (
+        offsets([len(own) for own in pages], inputs.device),
+        torch.cat(pages).int(),
+        torch.tensor(last, dtype=torch.int32, device=inputs.device),
+    )
 
 
 @peer("flashinfer-fa2")
