@@ -140,10 +140,11 @@ def report(result: Result, console: Console) -> None:
     console.print(Text(_where(result)))
     if result.rows:
         console.print(_table(result))
+        fullest = max(result.rows, key=lambda row: len(row.checked))
         console.print(
             Text(
-                "Microseconds; behind a peer's, attnlab's time over it. Right is what the oracle says of the "
-                f"{result.rows[0].checked}."
+                "Microseconds; behind a peer's, attnlab's time over it. Held to the oracle before and after, of "
+                f"{fullest.name} as of the others: {fullest.checked}."
             )
         )
         for line in declined(result):

@@ -28,6 +28,7 @@ from attnlab.bench.peers.sglang import FILES, Kernels, Sglang
 from attnlab.bench.result import Ceilings, Goal, Machine, NotTimed, Result, Row, Timed
 from attnlab.bench.run import run
 from attnlab.bench.timing import Held, WallTimer
+from attnlab.bench.truth import SPREAD, looked_at
 from attnlab.bench.warm import compile_for
 from attnlab.bench.workload import Workload
 from attnlab.bench.workloads import GQA, TABLE, chosen, curves, models, traffic, workloads
@@ -201,6 +202,40 @@ def test_a_missing_key_is_a_wrong_result(lone: Callable[[Peer], str]) -> None:
     work = replace(small(TABLE[1]), cached=(3000,))
     row = timed_by(lone(Answers(*(without_the_first,) * 2)), work).rows[0]
     assert [other.reason for other in row.not_timed] == ["wrong"]
+
+
+@pytest.mark.parametrize("work", [*TABLE, *curves()], ids=lambda work: work.name)
+def test_queries_of_all_parts_of_a_workload_are_held_to_the_oracle(work: Workload) -> None:
+    rows = looked_at(work)
+    longest = max(range(work.requests), key=lambda r: work.lens[r])
+    assert {0, work.queries - 1, longest * work.new + work.new // 2} <= set(rows)
+    assert {row * SPREAD // work.queries for row in rows} == {n * SPREAD // work.queries for n in range(work.queries)}
+    assert len(rows) <= SPREAD + 7 and rows == tuple(sorted(set(rows)))
+
+
+def test_a_request_between_the_first_and_the_last_that_is_wrong_is_a_wrong_result(
+    lone: Callable[[Peer], str],
+) -> None:
+    def but_one(inputs: Inputs) -> Tensor:
+        out = right(inputs)
+        out[5] = out[6]
+        return out
+
+    work = replace(small(TABLE[0]), cached=(20,) * 12)
+    row = timed_by(lone(Answers(*(but_one,) * 2)), work).rows[0]
+    assert row.not_timed[0].why.startswith("query 0 of request 5 is off by")
+
+
+def test_a_query_that_nobody_wrote_is_a_wrong_result(lone: Callable[[Peer], str]) -> None:
+    def but_one(inputs: Inputs) -> Tensor:
+        out = right(inputs)
+        out[2 * 50 + 21, 1, 3] = float("nan")
+        return out
+
+    work = replace(small(TABLE[0]), mode="extend", new=50, cached=(20,) * 4)
+    assert 2 * 50 + 21 not in looked_at(work)
+    row = timed_by(lone(Answers(*(but_one,) * 2)), work).rows[0]
+    assert row.not_timed[0].why == "query 21 of request 2 was not written, or is not finite"
 
 
 def test_zeros_are_wrong_where_outputs_are_small(lone: Callable[[Peer], str]) -> None:

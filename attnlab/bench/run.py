@@ -26,7 +26,6 @@ from attnlab.bench.workload import Workload
 from attnlab.checks import require
 from attnlab.kernels.target import multiprocessors_of
 
-CHECKED = "first and last query of the first, the longest and the last request"
 PACKAGES = ("torch", "triton", "flashinfer-python", "sglang")
 
 
@@ -88,7 +87,7 @@ def measure(work: Workload, made: Mapping[str, Peer], *, setting: Setting, timer
         truth = Truth.of(inputs)
     except Exception as error:  # of whatever type: too little memory, most often
         why = f"the workload could not be built: {one_line(error)}"
-        return _row(work, [], [NotTimed(peer=name, reason="failed", why=why) for name in made])
+        return _row(work, "none", [], [NotTimed(peer=name, reason="failed", why=why) for name in made])
     ready: list[_Ready] = []
     others: list[NotTimed] = []
     for name, peer in made.items():
@@ -105,7 +104,7 @@ def measure(work: Workload, made: Mapping[str, Peer], *, setting: Setting, timer
         timings = timed([one.held for one in ready], rounds=timer.rounds, cold=work.cold)
     except Exception as error:  # of whatever type: a fault on the device, most often, which nobody owns up to
         others += [NotTimed(peer=one.peer, reason="failed", why=f"when repeated, {one_line(error)}") for one in ready]
-        return _row(work, found, others)
+        return _row(work, truth.checked, found, others)
     for one, timing in zip(ready, timings, strict=True):
         try:
             truth.error(one.call.read(timing.answer))
@@ -113,7 +112,7 @@ def measure(work: Workload, made: Mapping[str, Peer], *, setting: Setting, timer
             others.append(NotTimed(peer=one.peer, reason="wrong", why=f"when repeated, {wrong}"))
         else:
             found.append(_timed(one, timing))
-    return _row(work, found, others)
+    return _row(work, truth.checked, found, others)
 
 
 class _Declined(Exception):
@@ -142,7 +141,7 @@ def _timed(one: _Ready, timing: Timing) -> Timed:
     )
 
 
-def _row(work: Workload, found: Sequence[Timed], others: Sequence[NotTimed]) -> Row:
+def _row(work: Workload, checked: str, found: Sequence[Timed], others: Sequence[NotTimed]) -> Row:
     """Return a row with the quickest way of each peer; of one that was wrong once, none counts."""
     best: dict[str, Timed] = {}
     wrong = {other.peer for other in others if other.reason == "wrong"}
@@ -159,7 +158,7 @@ def _row(work: Workload, found: Sequence[Timed], others: Sequence[NotTimed]) -> 
         shape=shape_of(work),
         kv_bytes=work.kv_bytes,
         flops=work.flops,
-        checked=CHECKED,
+        checked=checked,
         timed=tuple(best.values()),
         not_timed=tuple(left.values()),
         x=work.x,

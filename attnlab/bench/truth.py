@@ -23,13 +23,19 @@ RIGHT: dict[torch.dtype, float] = {
 queries and keys. Outputs of long requests are small, so that an absolute bound would let zeros pass."""
 
 
+SPREAD = 16
+"""Parts that the queries of a workload are cut into; of each, one query is looked at, whatever else is."""
+GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it, modulo 1, come back to no place: the queries that are looked at lie in all places of a tile."""
+
+
 class WrongResult(RuntimeError):
     """An output is not that of the oracle: what gave it is not timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Truth:
-    """The oracle's outputs of some queries: of the first, the longest and the last request, the first and last query.
+    """The oracle's outputs of some queries, those of `looked_at`.
 
     `rows` are their numbers among the workload's queries, `out` is `[rows, heads, v_dim]` fp64.
     """
@@ -41,14 +47,25 @@ class Truth:
     @classmethod
     def of(cls, inputs: Inputs) -> Truth:
         """Ask the oracle about some queries of a workload."""
-        work = inputs.work
-        longest = max(range(work.requests), key=lambda r: work.lens[r])
-        places = [(r, i) for r in sorted({0, longest, work.requests - 1}) for i in sorted({0, work.new - 1})]
-        out = torch.stack([_attention(inputs, r, i) for r, i in places])
-        return cls(work=work, rows=tuple(r * work.new + i for r, i in places), out=out)
+        rows = looked_at(inputs.work)
+        out = torch.stack([_attention(inputs, *divmod(row, inputs.work.new)) for row in rows])
+        return cls(work=inputs.work, rows=rows, out=out)
+
+    @property
+    def checked(self) -> str:
+        """Which outputs are held to the oracle, in words."""
+        if len(self.rows) == self.work.queries:
+            return f"all {len(self.rows):,} queries"
+        return (
+            f"{len(self.rows):,} of {self.work.queries:,} queries: of the first, the longest and the last request the "
+            "first and last one, the middle of the longest, and others from all parts; every number is finite"
+        )
 
     def error(self, out: Tensor) -> float:
-        """Return the largest error of an output `[tokens, heads, v_dim]`. Raises WrongResult where that is too much."""
+        """Return the largest error of an output `[tokens, heads, v_dim]`.
+
+        Raises WrongResult where that is too much, or some number of any query is not finite: outputs are NaN before.
+        """
         spec, work = self.work.attention, self.work
         shape = (work.queries, spec.heads, spec.v_dim)
         require(tuple(out.shape) == shape, f"expected an output of {shape}, got {tuple(out.shape)}", WrongResult)
@@ -59,7 +76,30 @@ class Truth:
             request, query = divmod(row, work.new)
             words = f"query {query} of request {request} is off by {error:.2e}, more than {most:.2e}"
             require(math.isfinite(error) and error <= most, words, WrongResult)
+        lost = (~out.isfinite()).flatten(1).any(1).nonzero().flatten()[:1].tolist()
+        for row in lost:
+            request, query = divmod(row, work.new)
+            raise WrongResult(f"query {query} of request {request} was not written, or is not finite")
         return float(off.max())
+
+
+def looked_at(work: Workload) -> tuple[int, ...]:
+    """Return the numbers of the queries that are held to the oracle, in order.
+
+    Of the first, the longest and the last request the first and the last query; the middle one of the longest; and one
+    of each of SPREAD equal parts of all queries, another place of it each time.
+
+    >>> from attnlab.bench.workloads import TABLE
+    >>> looked_at(TABLE[1])
+    (0,)
+    >>> [number % 128 for number in looked_at(next(work for work in TABLE if work.name == "extend-1x8k"))][:6]
+    [0, 60, 120, 53, 113, 46]
+    """
+    longest = max(range(work.requests), key=lambda r: work.lens[r])
+    ends = {r * work.new + i for r in (0, longest, work.requests - 1) for i in (0, work.new - 1)}
+    middle = longest * work.new + work.new // 2
+    spread = {int((part + part * GOLDEN % 1) * work.queries / SPREAD) for part in range(SPREAD)}
+    return tuple(sorted({*ends, middle, *spread}))
 
 
 def _attention(inputs: Inputs, request: int, query: int) -> Tensor:
