@@ -267,7 +267,7 @@ class World:
             size = {"requests": ROWS + 2, "longest": CONTEXT}
             shape: graphs.Shape = graphs.DecodeShape(**size)
             if isinstance(batch, ExtendBatch):
-                shape = graphs.ExtendShape(**size, new=CONTEXT, masked=masked)
+                shape = graphs.ExtendShape(**size, new=CONTEXT, masked=masked, cached_visible=False)
             elif isinstance(batch, VerifyBatch):
                 shape = graphs.VerifyShape(requests=ROWS + 2, longest=CONTEXT + 9, drafts=9, masked=masked)
             memory = shape.memory(device=self.pool.device, max_tokens=self.pool.num_slots + LOOSE)

@@ -248,3 +248,12 @@ def test_a_shape_is_masked_or_not(shape: Any) -> None:
     for name in ("masked", "cached_visible"):
         with pytest.raises(TypeError, match=f"{name}: expected a bool, got 1"):
             shape(requests=1, **{name: 1}, **size)
+
+
+def test_masks_are_of_new_keys_alone_unless_a_shape_is_told_otherwise() -> None:
+    """One default for drafts and extends: what a mask says of cached keys goes unread in both, or is asked for."""
+    for shape in (
+        graphs.ExtendShape(requests=1, new=3, masked=True),
+        graphs.VerifyShape(requests=1, drafts=3, masked=True),
+    ):
+        assert shape.cached_visible

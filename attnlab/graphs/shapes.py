@@ -153,7 +153,8 @@ class ExtendShape(Shape):
     """An extend of up to `new` tokens a request, such as a draft model's pass over the tokens that were accepted.
 
     `requests` and `longest` are as in a DecodeShape: `longest` counts the new tokens too. `masked`: whether steps bring
-    a mask; where one does not, a causal one is written. `cached_visible`: whether masks are of new keys alone.
+    a mask; where one does not, a causal one is written. `cached_visible`: whether masks are of new keys alone, as they
+    are of a VerifyShape; where they may hide cached keys, their entries of all of these are read.
 
     >>> ExtendShape(requests=8, new=4).tokens
     32
@@ -161,7 +162,7 @@ class ExtendShape(Shape):
 
     new: int
     masked: bool = False
-    cached_visible: bool = False
+    cached_visible: bool = True
 
     def __post_init__(self) -> None:
         Shape.__post_init__(self)
