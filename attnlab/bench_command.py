@@ -14,6 +14,7 @@ from rich.text import Text
 
 from attnlab.bench.compare import RunComparison, compare_runs
 from attnlab.bench.peer import Setting, peers
+from attnlab.bench.recording import WORKS, measure_hooks
 from attnlab.bench.result import FIRST, Goal, NotTimed, Result, Row, load
 from attnlab.bench.run import run
 from attnlab.bench.timing import GraphTimer
@@ -98,6 +99,25 @@ def bench_on_cpu(measure: Callable[..., Result], *, out: Path | None, quick: boo
         result.save(out)
     report(result, console)
     return int(any(goal.met is False for goal in result.goals))
+
+
+def bench_hooks(*, out: Path | None) -> int:
+    """Time decodes with recordings absent, closed and open; return 1 where an answer or a binary was another one."""
+    if out is not None:
+        place(out, name="--out")
+    require(torch.cuda.is_available(), "there is no GPU here, and what recording costs is measured on one")
+    setting, console = Setting(device=torch.device("cuda"), engine="triton"), _console()
+
+    def on_row(result: Result) -> None:
+        console.print(Text("\n".join(row_lines(result, result.rows[-1]))))
+        if out is not None:
+            result.save(out)
+
+    works = [work for work in workloads() if work.name in WORKS]
+    with torch.no_grad():
+        result = measure_hooks(works, setting=setting, on_row=on_row)
+    report(result, console)
+    return int(bool(faults(result)))
 
 
 def bench_compare(before: Path, after: Path) -> int:

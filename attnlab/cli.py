@@ -105,6 +105,7 @@ def _bench_takes(parser: argparse.ArgumentParser) -> None:
         "--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="hold two runs' files together"
     )
     kind.add_argument("--list", action="store_true", help="print the names of workloads and peers")
+    kind.add_argument("--hooks", action="store_true", help="what recording costs a decode, closed and open")
     kind.add_argument("--curves", action="store_true", help="cost as requests, tokens, splits and pages grow")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="NAME", help="modes, groups or names, which may have a *"
@@ -135,8 +136,13 @@ def _doctor(home: Any, args: argparse.Namespace) -> int:
     return 1 if report.troubles else 0
 
 
-_BENCH_TAKES: dict[str, tuple[str, ...]] = {"list": ("only", "quick"), "compare": (), "cpu": ("quick", "out")}
-"""Options of a benchmark that have a meaning beside --list, --compare and --cpu."""
+_BENCH_TAKES: dict[str, tuple[str, ...]] = {
+    "list": ("only", "quick"),
+    "compare": (),
+    "cpu": ("quick", "out"),
+    "hooks": ("out",),
+}
+"""Options of a benchmark that have a meaning beside --list, --compare, --cpu and --hooks."""
 
 
 def _bench(home: Any, args: argparse.Namespace) -> int:
@@ -151,6 +157,8 @@ def _bench(home: Any, args: argparse.Namespace) -> int:
         return 0
     if args.compare:
         return int(home.bench_compare(*args.compare))
+    if args.hooks:
+        return int(home.bench_hooks(out=args.out))
     if args.cpu:
         measure = import_module("attnlab.bench_host").measure_host  # needs explorers, which a server may lack
         return int(home.bench_on_cpu(measure, out=args.out, quick=args.quick))

@@ -498,6 +498,7 @@ def test_the_command_compares_two_files(tmp_path: Path, capsys: pytest.CaptureFi
         (["--peers", "nobody"], "--peers: expected some of attnlab"),
         (["--jobs", "0"], "--jobs: expected at least 1, got 0"),
         (["--seconds", "0"], "--seconds: expected more than 0, got 0"),
+        (["--hooks"], "there is no GPU here, and what recording costs is measured on one"),
         (["--patience", "0"], "--patience: expected more than 0, got 0"),
         (["--out", "no/such/folder/x.json"], "--out: there is no folder"),
     ],
@@ -790,6 +791,7 @@ def test_a_graph_that_holds_nothing_is_a_wrong_result(cold: bool, monkeypatch: p
     [
         (["--cpu", "--only", "decode", "--seconds", "3"], "--cpu does not take --only, --seconds"),
         (["--list", "--out", "x.json"], "--list does not take --out"),
+        (["--hooks", "--only", "decode"], "--hooks does not take --only"),
         (["--compare", "a.json", "b.json", "--quick"], "--compare does not take --quick"),
     ],
 )
