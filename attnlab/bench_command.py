@@ -9,23 +9,30 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
-from attnlab.bench.compare import RunComparison, compare_runs
+from attnlab.bench.compare import compare_runs
+from attnlab.bench.goals import goals, outcomes, summary
 from attnlab.bench.peer import Setting, peers
 from attnlab.bench.recording import WORKS, measure_hooks
-from attnlab.bench.result import FIRST, Goal, NotTimed, Result, Row, load
+from attnlab.bench.result import FIRST, NotTimed, Result, load
 from attnlab.bench.run import run
 from attnlab.bench.timing import GraphTimer
 from attnlab.bench.warm import warm
-from attnlab.bench.workload import Workload
 from attnlab.bench.workloads import CURVES, GROUPS, USUAL, chosen, workloads
+from attnlab.bench_report import (
+    listed,
+    not_measured,
+    outcomes_table,
+    print_comparison,
+    report,
+    row_lines,
+    where,
+    wide_console,
+)
 from attnlab.checks import require
 from attnlab.files import place
 from attnlab.units import printable
-
-STYLES = {"slower": "bold red", "faster": "green", "as before": ""}
 
 
 def bench_on_gpu(
@@ -54,7 +61,7 @@ def bench_on_gpu(
     setting, timer, console = (
         Setting(device=torch.device("cuda"), engine="triton", sglang=sglang),
         GraphTimer(),
-        _console(),
+        wide_console(),
     )
     begin = time.monotonic()
     for name in taking:
@@ -91,7 +98,7 @@ def bench_on_cpu(measure: Callable[..., Result], *, out: Path | None, quick: boo
     """Time what runs on a host, as `measure` does, beside its goals; return 1 where one is missed."""
     if out is not None:
         place(out, name="--out")
-    console = _console()
+    console = wide_console()
     with _progress(console) as progress:
         task = progress.add_task("timing", total=None)
         result = measure(quick=quick, on_step=lambda name: progress.update(task, description=name, advance=1))
@@ -106,7 +113,7 @@ def bench_hooks(*, out: Path | None) -> int:
     if out is not None:
         place(out, name="--out")
     require(torch.cuda.is_available(), "there is no GPU here, and what recording costs is measured on one")
-    setting, console = Setting(device=torch.device("cuda"), engine="triton"), _console()
+    setting, console = Setting(device=torch.device("cuda"), engine="triton"), wide_console()
 
     def on_row(result: Result) -> None:
         console.print(Text("\n".join(row_lines(result, result.rows[-1]))))
@@ -123,145 +130,32 @@ def bench_hooks(*, out: Path | None) -> int:
 def bench_compare(before: Path, after: Path) -> int:
     """Print how two runs differ; return 1 where something got slower by more than noise."""
     comparison = compare_runs(load(before), load(after))
-    _print_comparison(comparison, _console())
+    print_comparison(comparison, wide_console())
     return int(bool(comparison.slower))
+
+
+def bench_goals(paths: Sequence[Path]) -> int:
+    """Print what runs reached of every goal; return 1 where one is missed."""
+    results, console = [load(path) for path in paths], wide_console()
+    found = outcomes(results, goals())
+    for path, result in zip(paths, results, strict=True):
+        console.print(Text(f"{path}: {where(result)}"))
+    console.print(outcomes_table(found))
+    for line in not_measured(found):
+        console.print(Text(printable(line)))
+    console.print(Text(summary(found)))
+    return int(any(one.met is False for one in found))
 
 
 def list_workloads(only: Sequence[str], *, quick: bool) -> None:
     """Print the names of workloads, those of the groups, and those of the peers; without words, of everything."""
     for work in chosen(only, quick=quick) if only or quick else workloads():
-        print(_listed(work))
+        print(listed(work))
     usual = ", ".join(USUAL)
     print(f"groups: {', '.join(GROUPS)} ({usual} without --only)")
     for name, words in CURVES.items():
         print(f"  {name}: {words}")
     print(f"peers: {', '.join(peers.names())}")
-
-
-def row_lines(result: Result, row: Row) -> list[str]:
-    """Return a row in words: each peer's time, rate, share of the ceiling, and attnlab's time over its own.
-
-    What a peer declines is left to the end of the report; what went wrong follows.
-    """
-    first = row.time_of(FIRST)
-    cells = []
-    for one in row.timed:
-        share = result.ceiling_share(row, one.peer)
-        ratio = "" if first is None or one.peer == FIRST else f", attnlab {first.median_us / one.median_us:.2f} of it"
-        reached = "" if share is None else f", {share:.0%} of the ceiling"
-        what = f" ({one.variant})" if one.variant else ""
-        cells.append(f"  {one.peer:14} {one.median_us:10.1f} us{reached}{_rate(row, one.peer)}{ratio}{what}")
-    wrong = [f"  {other.peer:14} {other.reason}: {other.why}" for other in row.not_timed if other.reason != "declined"]
-    return [f"{row.name}: {row.shape}", *cells, *wrong]
-
-
-def report(result: Result, console: Console) -> None:
-    """Print a run's table, what was declined, and what is left out."""
-    console.print(Text(_where(result)))
-    if result.rows:
-        console.print(_table(result))
-        fullest = max(result.rows, key=lambda row: len(row.checked))
-        console.print(
-            Text(
-                "Microseconds; behind a peer's, attnlab's time over it. Held to the oracle before and after, of "
-                f"{fullest.name} as of the others: {fullest.checked}."
-            )
-        )
-        for line in declined(result):
-            console.print(Text(line))
-    if result.goals:
-        console.print(_goals(result.goals))
-    if result.left_out:
-        console.print(Text(f"Left out, as the seconds were over: {', '.join(result.left_out)}"))
-
-
-def declined(result: Result) -> list[str]:
-    """Return a line for each peer and reason, with the rows that it does not run."""
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for row in result.rows:
-        for other in row.not_timed:
-            found.setdefault((other.peer, other.reason, other.why), []).append(row.name)
-    lines = []
-    for (peer, reason, why), names in found.items():
-        where = "all rows" if len(names) == len(result.rows) else ", ".join(names)
-        lines.append(printable(f"{peer} {reason} {where}: {why}"))
-    return lines
-
-
-def _table(result: Result) -> Table:
-    table = Table()
-    columns = ["workload", "ceiling", *result.peers]
-    for name in columns:
-        table.add_column(name, justify="left" if name == "workload" else "right")
-    for row in result.rows:
-        bound = (
-            ""
-            if result.ceilings is None
-            else f"{result.ceilings.bound_us(kv_bytes=row.kv_bytes, flops=row.flops):,.1f}"
-        )
-        first = row.time_of(FIRST)
-        cells = []
-        for peer in result.peers:
-            one = row.time_of(peer)
-            words = "" if one is None else f"{one.median_us:,.1f}"
-            if one is not None and first is not None and peer != FIRST:
-                words += f" {first.median_us / one.median_us:.2f}"
-            cells.append(words)
-        table.add_row(*(Text(printable(cell)) for cell in (row.name, bound, *cells)))
-    return table
-
-
-def _goals(goals: Sequence[Goal]) -> Table:
-    table = Table()
-    for name in ("what", "measured", "goal", "met"):
-        table.add_column(name, justify="left" if name == "what" else "right")
-    for goal in goals:
-        met = {True: "yes", False: "NO", None: ""}[goal.met]
-        wanted = "" if goal.goal is None else f"{goal.goal:,.4g} {goal.unit}"
-        cells = (goal.name, f"{goal.measured:,.4g} {goal.unit}", wanted)
-        table.add_row(*(Text(printable(cell)) for cell in cells), Text(met, style="bold red" if met == "NO" else ""))
-    return table
-
-
-def _print_comparison(comparison: RunComparison, console: Console) -> None:
-    console.print(Text(f"before: {_where(comparison.before)}\nafter:  {_where(comparison.after)}"))
-    table = Table()
-    for name in ("workload", "peer", "before", "after", "ratio", "noise", ""):
-        table.add_column(name, justify="left" if name in ("workload", "peer", "") else "right")
-    for change in comparison.changes:
-        numbers = (f"{change.before:,.4g} {change.unit}", f"{change.after:,.4g} {change.unit}", f"{change.ratio:.3f}")
-        words = "" if change.verdict == "as before" else change.verdict
-        cells = (change.name, change.peer, *numbers, f"{change.noise:.1%}")
-        table.add_row(*(Text(printable(cell)) for cell in cells), Text(words, style=STYLES[change.verdict]))
-    console.print(table)
-    for when, alone in (("before", comparison.only_before), ("after", comparison.only_after)):
-        if alone:
-            console.print(Text(printable(f"{when} alone: {', '.join(' '.join(key).strip() for key in alone)}")))
-    count = len(comparison.slower)
-    console.print(Text(f"{count} of {len(comparison.changes)} times are slower by more than noise"))
-
-
-def _where(result: Result) -> str:
-    machine, parts = result.machine, []
-    parts += [f"{name} {version}" for name, version in machine.versions.items()]
-    parts += [f"commit {machine.commit}" if machine.commit else "commit not known", machine.when, machine.timer]
-    if result.ceilings is not None:
-        most = result.ceilings
-        parts.append(f"ceilings: read {most.read_tb_s:.3g} TB/s, copy {most.copy_tb_s:.3g} TB/s")
-        parts.append(f"product {most.matmul_tflop_s:.3g} TFLOP/s")
-    return printable(" · ".join([machine.device, *parts]))
-
-
-def _rate(row: Row, peer: str) -> str:
-    if row.mode in ("decode", "verify"):
-        return f", {row.tb_s[peer]:.3g} TB/s"
-    return f", {row.tflop_s[peer]:.3g} TFLOP/s"
-
-
-def _listed(work: Workload) -> str:
-    quick = ", quick" if work.quick else ""
-    longest = max(work.cached)
-    return f"{work.name:34} {work.mode:8} {work.requests:4} x {longest:,} + {work.new:,}  ({work.group}{quick})"
 
 
 def _peers(names: Sequence[str] | None, without: Sequence[str]) -> list[str]:
@@ -283,9 +177,3 @@ def _check_numbers(seconds: float | None, patience: float, jobs: int) -> None:
 def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True)
-
-
-def _console() -> Console:
-    """Return a console as wide as a terminal; into a file or a pipe no line is broken."""
-    console = Console()
-    return console if console.is_terminal else Console(width=1000)

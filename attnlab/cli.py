@@ -104,6 +104,7 @@ def _bench_takes(parser: argparse.ArgumentParser) -> None:
     kind.add_argument(
         "--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="hold two runs' files together"
     )
+    kind.add_argument("--goals", nargs="+", type=Path, metavar="RUN", help="hold runs' files to what is to be reached")
     kind.add_argument("--list", action="store_true", help="print the names of workloads and peers")
     kind.add_argument("--hooks", action="store_true", help="what recording costs a decode, closed and open")
     kind.add_argument("--curves", action="store_true", help="cost as requests, tokens, splits and pages grow")
@@ -139,10 +140,11 @@ def _doctor(home: Any, args: argparse.Namespace) -> int:
 _BENCH_TAKES: dict[str, tuple[str, ...]] = {
     "list": ("only", "quick"),
     "compare": (),
+    "goals": (),
     "cpu": ("quick", "out"),
     "hooks": ("out",),
 }
-"""Options of a benchmark that have a meaning beside --list, --compare, --cpu and --hooks."""
+"""Options of a benchmark that have a meaning beside --list, --compare, --goals, --cpu and --hooks."""
 
 
 def _bench(home: Any, args: argparse.Namespace) -> int:
@@ -157,6 +159,8 @@ def _bench(home: Any, args: argparse.Namespace) -> int:
         return 0
     if args.compare:
         return int(home.bench_compare(*args.compare))
+    if args.goals:
+        return int(home.bench_goals(args.goals))
     if args.hooks:
         return int(home.bench_hooks(out=args.out))
     if args.cpu:

@@ -32,8 +32,8 @@ from attnlab.bench.truth import SPREAD, looked_at
 from attnlab.bench.warm import compile_for
 from attnlab.bench.workload import Workload
 from attnlab.bench.workloads import GQA, TABLE, chosen, curves, models, traffic, workloads
-from attnlab.bench_command import declined, row_lines
 from attnlab.bench_command import faults as command_faults
+from attnlab.bench_report import declined, row_lines
 from attnlab.cli import main
 from attnlab.compat import sglang as sglang_names
 from attnlab.plots.style import THEMES

@@ -2,8 +2,8 @@
 
 A workload (`workload.py`; `workloads.py` lists them) is built (`inputs.py`), held to the oracle (`truth.py`) and timed
 (`timing.py`) by every peer (`peer.py`, a file each in `peers/`) in turn (`run.py`). What comes out (`result.py`) is
-plain data: `load` reads it where there is no GPU, `compare_runs` (`compare.py`) holds two runs together, `attnlab.show`
-draws one.
+plain data: `load` reads it where there is no GPU, `compare_runs` (`compare.py`) holds two runs together, `outcomes`
+(`goals.py`) holds them to what is to be reached, `attnlab.show` draws one.
 """
 
 from attnlab.bench.result import Ceilings as Ceilings

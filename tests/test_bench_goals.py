@@ -1,0 +1,146 @@
+"""Goals as data, and what recorded runs reached of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attnlab import bench
+from attnlab.bench.goals import Outcome, Wanted, goals, outcomes, summary
+from attnlab.bench.peer import peers
+from attnlab.bench.recording import CLOSED, PARTIALS, POLICIES, TIMES, WORKS
+from attnlab.bench.result import Machine, NotTimed, Result, Row, Timed
+from attnlab.bench.workloads import workloads
+from attnlab.cli import main
+
+RUNS = Path(__file__).parent.parent / "data" / "h200"
+HOST = {"plan-64x32k-host", "plan-64x32k-replay", "call-64x4k-host"}
+
+
+def test_every_goal_speaks_of_workloads_and_peers_that_there_are() -> None:
+    hooks = {f"hooks-{name.removeprefix('decode-')}-{policy}" for name in WORKS for policy in POLICIES}
+    rows = {work.name for work in workloads()} | hooks | HOST
+    who = {*peers.names(), CLOSED, PARTIALS, TIMES}
+    for one in goals():
+        assert set(one.rows) <= rows, one.work
+        assert one.of in who
+        assert set(one.over) <= (rows if one.measure == "rate over" else who), one.work
+    assert len({(one.work, one.measure, one.of, one.over) for one in goals()}) == len(goals())
+
+
+def found_in(*names: str) -> dict[tuple[str, str], Outcome]:
+    results = [bench.load(RUNS / f"{name}.json") for name in names]
+    return {(one.row, one.wanted.words): one for one in outcomes(results, goals())}
+
+
+def test_recorded_runs_are_held_to_the_goals() -> None:
+    found = found_in("decode", "verify", "extend")
+    assert found["decode-64x4k", "time over sglang"].verdict == "met by 8.6%"
+    assert found["decode-64x4k", "TB/s"].verdict == "missed by 0.9%"
+    assert found["decode-1x8k", "time over sglang"].verdict == "missed by 41.3%"
+    assert found["extend-1x8k", "TFLOP/s"].verdict == "met by 10.9%"
+    twin = found["decode-64x4k-fp8", "token rate over the row beside it"]
+    assert (twin.met, round(twin.measured or 0, 3)) == (False, 1.005)
+    one_pass = found["unified-1x8k", "token rate over the row beside it"]
+    assert (one_pass.met, one_pass.verdict) == (None, "not the moonshot")
+    best = found["decode-64x4k", "time over sglang-best"]
+    assert (best.met, best.verdict) == (None, "not measured: no time of sglang-best")
+    assert found["decode-128x8k", "TB/s"].verdict == "not measured: no run has the row"
+    assert found["hooks-64x4k-seed", f"{TIMES}'s time over attnlab"].measured is None
+
+
+def run(name: str, times: dict[str, float], **parts: object) -> Result:
+    """A run of one row, by hand."""
+    timed = tuple(Timed(peer=peer, median_us=us, low_us=us, high_us=us, error=0.0) for peer, us in times.items())
+    row = Row(
+        name=name, mode="decode", group="", shape="", kv_bytes=4_000_000, flops=8_000_000, checked="", timed=timed
+    )
+    machine = Machine(device="a GPU", multiprocessors=4, versions={}, commit=None, when="now", timer="once")
+    return Result(machine=machine, rows=(replace(row, **parts),))  # type: ignore[arg-type]
+
+
+OVER = Wanted(work="w", rows=("a",), measure="time over", of="attnlab", over=("x", "y"), goal=0.5, moonshot=0.3)
+
+
+def test_the_quickest_of_several_peers_counts_and_all_of_one_run() -> None:
+    (one,) = outcomes([run("a", {"attnlab": 1.0, "x": 4.0, "y": 2.5})], [OVER])
+    assert (one.measured, one.verdict) == (0.4, "met by 20.0%")
+    (one,) = outcomes([run("a", {"attnlab": 1.0, "x": 10.0})], [OVER])
+    assert one.verdict == "met by 80.0%, the moonshot"
+    apart = [run("a", {"attnlab": 1.0}), run("a", {"x": 4.0})]
+    (one,) = outcomes(apart, [OVER])
+    assert one.measured is None  # a ratio of two runs is none
+
+
+def test_the_last_run_that_measured_a_row_counts() -> None:
+    early, late = run("a", {"attnlab": 1.0, "x": 4.0}), run("a", {"attnlab": 1.0, "x": 2.0})
+    assert outcomes([early, late], [OVER])[0].measured == 0.5
+    assert outcomes([early, late, run("a", {"attnlab": 1.0})], [OVER])[0].measured == 0.5
+
+
+def test_who_has_no_time_says_why() -> None:
+    why = (NotTimed(peer="x", reason="declined", why="not installed"),)
+    assert outcomes([run("a", {"attnlab": 1.0}, not_timed=why)], [OVER])[0].why == "no time of x or y (not installed)"
+    assert outcomes([run("a", {"x": 1.0})], [OVER])[0].why == "no time of attnlab"
+    beside = Wanted(work="w", rows=("a",), measure="rate over", of="attnlab", over=("b",), goal=1.85, moonshot=None)
+    assert outcomes([run("a", {"attnlab": 1.0})], [beside])[0].why == "the run has no time of b"
+
+
+@pytest.mark.parametrize(
+    ("measure", "measured", "verdict"),
+    [
+        ("TB/s", 4.0, "met by 100.0%"),
+        ("TFLOP/s", 8.0, "met by 300.0%"),
+        ("us", 1.0, "met by 50.0%"),
+    ],
+)
+def test_a_rate_is_to_be_more_and_a_time_less(measure: str, measured: float, verdict: str) -> None:
+    wanted = replace(OVER, measure=measure, over=(), goal=2.0, moonshot=None)
+    (one,) = outcomes([run("a", {"attnlab": 1.0})], [wanted])
+    assert (one.measured, one.verdict) == (measured, verdict)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"measure": "speed"}, "measure: "),
+        ({"rows": ()}, "rows: goal 'w' has none"),
+        ({"over": ()}, "over: goal 'w' is 'time over', got ()"),
+        ({"measure": "us"}, "over: goal 'w' is 'us', got ('x', 'y')"),
+        ({"measure": "rate over"}, "over: goal 'w' has 1 rows, got 2 beside them"),
+        ({"goal": 0.0}, "goal: expected numbers above 0"),
+        ({"goal": None, "moonshot": None}, "goal: expected numbers above 0"),
+    ],
+)
+def test_a_goal_that_means_nothing_is_refused(wrong: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        replace(OVER, **wrong)  # type: ignore[arg-type]
+    assert str(raised.value).startswith(words)
+
+
+def test_a_goal_without_a_field_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnlab.bench.goals.load_json", lambda *path: [{"work": "w"}])
+    with pytest.raises(ValueError, match=r"goals.json: expected \['goal', .* of each goal, got \['work'\]"):
+        goals()
+
+
+def test_the_command_prints_met_missed_and_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--goals", *(str(RUNS / f"{name}.json") for name in ("decode", "verify"))]) == 1
+    said = capsys.readouterr().out
+    assert "met by 8.6%" in said and "missed by 41.3%" in said and "7 more" in said
+    assert "not measured, no time of flashinfer-fa3: decode-mla128-1x32k" in said
+    assert "goals of rows are met; " in said
+    good = run("verify-64x4+4k", {"attnlab": 1.0, "sglang": 100.0})
+    good.save(tmp_path / "good.json")
+    assert main(["bench", "--goals", str(tmp_path / "good.json")]) == 0
+    (tmp_path / "bad.json").write_text(json.dumps({}))
+    assert main(["bench", "--goals", str(tmp_path / "bad.json")]) == 2
+    assert main(["bench", "--goals", str(tmp_path / "good.json"), "--quick"]) == 2
+
+
+def test_what_is_not_measured_is_not_counted_as_missed() -> None:
+    found = outcomes([run("a", {"attnlab": 1.0, "x": 4.0})], [OVER, replace(OVER, rows=("b", "c"))])
+    assert summary(found) == "1 of 1 goals of rows are met; 2 were not measured"
