@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from attnlab.bench.compare import compare_runs
 from attnlab.bench.goals import goals, outcomes, summary
+from attnlab.bench.host_side import CALLS, measure_host_side
 from attnlab.bench.peer import Setting, peers
 from attnlab.bench.recording import WORKS, measure_hooks
 from attnlab.bench.result import FIRST, NotTimed, Result, load
@@ -110,19 +112,32 @@ def bench_on_cpu(measure: Callable[..., Result], *, out: Path | None, quick: boo
 
 def bench_hooks(*, out: Path | None) -> int:
     """Time decodes with recordings absent, closed and open; return 1 where an answer or a binary was another one."""
+    works = [work for work in workloads() if work.name in WORKS]
+    setting = Setting(device=torch.device("cuda"), engine="triton")
+    return _row_by_row(partial(measure_hooks, works, setting=setting), "what recording costs", out)
+
+
+def bench_host_side(*, sglang: Path | None, out: Path | None) -> int:
+    """Time what calls and plans take of the host; return 1 where a result of attnlab was wrong, or it raised."""
+    works = [work for work in workloads() if work.name in CALLS]
+    setting = Setting(device=torch.device("cuda"), engine="triton", sglang=sglang)
+    return _row_by_row(partial(measure_host_side, works, setting=setting), "what a step takes beside a GPU", out)
+
+
+def _row_by_row(measured: Callable[..., Result], what: str, out: Path | None) -> int:
+    """Print each row when it is there, then all."""
     if out is not None:
         place(out, name="--out")
-    require(torch.cuda.is_available(), "there is no GPU here, and what recording costs is measured on one")
-    setting, console = Setting(device=torch.device("cuda"), engine="triton"), wide_console()
+    require(torch.cuda.is_available(), f"there is no GPU here, and {what} is measured on one")
+    console = wide_console()
 
     def on_row(result: Result) -> None:
         console.print(Text("\n".join(row_lines(result, result.rows[-1]))))
         if out is not None:
             result.save(out)
 
-    works = [work for work in workloads() if work.name in WORKS]
     with torch.no_grad():
-        result = measure_hooks(works, setting=setting, on_row=on_row)
+        result = measured(on_row=on_row)
     report(result, console)
     return int(bool(faults(result)))
 

@@ -178,6 +178,8 @@ def _goals(goals: Sequence[Goal]) -> Table:
 
 
 def _rate(row: Row, peer: str) -> str:
+    if row.kv_bytes == 0:  # what the host does reads none
+        return ""
     if row.mode in ("decode", "verify"):
         return f", {row.tb_s[peer]:.3g} TB/s"
     return f", {row.tflop_s[peer]:.3g} TFLOP/s"

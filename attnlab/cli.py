@@ -107,6 +107,7 @@ def _bench_takes(parser: argparse.ArgumentParser) -> None:
     kind.add_argument("--goals", nargs="+", type=Path, metavar="RUN", help="hold runs' files to what is to be reached")
     kind.add_argument("--list", action="store_true", help="print the names of workloads and peers")
     kind.add_argument("--hooks", action="store_true", help="what recording costs a decode, closed and open")
+    kind.add_argument("--host", action="store_true", help="what plans and calls take of the host, beside a GPU")
     kind.add_argument("--curves", action="store_true", help="cost as requests, tokens, splits and pages grow")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="NAME", help="modes, groups or names, which may have a *"
@@ -143,8 +144,9 @@ _BENCH_TAKES: dict[str, tuple[str, ...]] = {
     "goals": (),
     "cpu": ("quick", "out"),
     "hooks": ("out",),
+    "host": ("sglang", "out"),
 }
-"""Options of a benchmark that have a meaning beside --list, --compare, --goals, --cpu and --hooks."""
+"""Options of a benchmark that have a meaning beside --list and the others of its kind."""
 
 
 def _bench(home: Any, args: argparse.Namespace) -> int:
@@ -163,6 +165,8 @@ def _bench(home: Any, args: argparse.Namespace) -> int:
         return int(home.bench_goals(args.goals))
     if args.hooks:
         return int(home.bench_hooks(out=args.out))
+    if args.host:
+        return int(home.bench_host_side(sglang=args.sglang, out=args.out))
     if args.cpu:
         measure = import_module("attnlab.bench_host").measure_host  # needs explorers, which a server may lack
         return int(home.bench_on_cpu(measure, out=args.out, quick=args.quick))

@@ -499,6 +499,7 @@ def test_the_command_compares_two_files(tmp_path: Path, capsys: pytest.CaptureFi
         (["--jobs", "0"], "--jobs: expected at least 1, got 0"),
         (["--seconds", "0"], "--seconds: expected more than 0, got 0"),
         (["--hooks"], "there is no GPU here, and what recording costs is measured on one"),
+        (["--host"], "there is no GPU here, and what a step takes beside a GPU is measured on one"),
         (["--patience", "0"], "--patience: expected more than 0, got 0"),
         (["--out", "no/such/folder/x.json"], "--out: there is no folder"),
     ],

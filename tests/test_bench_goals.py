@@ -10,6 +10,7 @@ import pytest
 
 from attnlab import bench
 from attnlab.bench.goals import Outcome, Wanted, goals, outcomes, summary
+from attnlab.bench.host_side import CALLS, PLANS
 from attnlab.bench.peer import peers
 from attnlab.bench.recording import CLOSED, PARTIALS, POLICIES, TIMES, WORKS
 from attnlab.bench.result import Machine, NotTimed, Result, Row, Timed
@@ -17,7 +18,9 @@ from attnlab.bench.workloads import workloads
 from attnlab.cli import main
 
 RUNS = Path(__file__).parent.parent / "data" / "h200"
-HOST = {"plan-64x32k-host", "plan-64x32k-replay", "call-64x4k-host"}
+HOST = {f"plan-{requests}x{tokens // 1024}k-{part}" for requests, tokens in PLANS for part in ("host", "replay")} | {
+    f"call-{name.removeprefix('decode-')}-host" for name in CALLS
+}
 
 
 def test_every_goal_speaks_of_workloads_and_peers_that_there_are() -> None:

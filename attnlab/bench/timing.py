@@ -92,6 +92,34 @@ class _Waited:
         return [(time.perf_counter() - begin) * 1e6]
 
 
+class HostTimer:
+    """The host's clock until a call returns. The device is idle when it begins, and may be busy when it returns."""
+
+    name, rounds = "host's clock, the device being idle at first", ROUNDS
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def hold(self, call: Callable[[], Any]) -> Held:
+        """Keep the call."""
+        return _Returned(call, self.device)
+
+
+class _Returned:
+    def __init__(self, call: Callable[[], Any], device: torch.device) -> None:
+        self.call, self.device, self.answer = call, device, None
+
+    def repeat(self, *, cold: bool) -> list[float]:
+        times = []
+        for _ in range(MOST_REPLAYS):
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            self.answer = self.call()
+            times.append((time.perf_counter() - begin) * 1e6)
+        return times
+
+
 class GraphTimer:
     """CUDA events around replays of a graph that holds a call, or several times a short one, one behind the other."""
 

@@ -26,10 +26,14 @@ def held(row: Row) -> bool:
 def statement(result: Result, rows: Sequence[Row]) -> str:
     """Return the picture's title: on how many workloads attnlab beats the others, and how near the ceiling it comes."""
     shares = [part for row in rows if (part := result.ceiling_share(row, FIRST)) is not None]
-    near = f"attnlab reaches up to {share(max(shares))} of the ceiling" if shares else "nothing was timed"
+    there = [row for row in rows if row.time_of(FIRST) is not None]
+    if not there:
+        return "No workload has a time of attnlab"
+    near = f"attnlab timed on {plural(len(there), 'workload')}"  # a run without ceilings: recordings, or a host
+    near = f"attnlab reaches up to {share(max(shares))} of the ceiling" if shares else near
     against = [row for row in rows if held(row)]
     if not against:
-        return near if shares else "No workload has a time of attnlab"
+        return near
     faster = sum(all(ratio < 1 for peer, ratio in ratios(row).items() if not peer.startswith(FIRST)) for row in against)
     others = [peer for peer in result.peers if not peer.startswith(FIRST)]
     named = " and ".join(others) if len(others) < 3 else f"all {len(others)} others"
@@ -49,11 +53,12 @@ def row_words(result: Result, row: Row) -> str:
     """Return a row for those who cannot see it."""
     first = row.time_of(FIRST)
     part = result.ceiling_share(row, FIRST)
-    if first is None or part is None:
+    if first is None:
         return f"{row.name}: attnlab not timed."
     others = [f"{ratio:.2f} of {peer}'s" for peer, ratio in ratios(row).items()]
     held_to = f", {', '.join(others)} time" if others else ""
-    return f"{row.name}: {first.median_us:,.1f} us, {share(part)} of the ceiling{held_to}."
+    reached = "" if part is None else f", {share(part)} of the ceiling"
+    return f"{row.name}: {first.median_us:,.1f} us{reached}{held_to}."
 
 
 def goals_statement(goals: Sequence[Goal]) -> str:
