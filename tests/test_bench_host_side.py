@@ -48,7 +48,8 @@ def test_calls_and_plans_are_rows_without_rates(measured: Result, tmp_path_facto
 
 
 def test_rows_of_a_host_are_shown(measured: Result) -> None:
-    assert "call-small-host" in attnlab.show(measured).alt
+    picture = attnlab.show(measured)
+    assert picture.title.startswith("attnlab timed on 9 workloads") and "call-small-host" in picture.alt
 
 
 def test_a_graphs_plan_is_attnlabs(measured: Result) -> None:

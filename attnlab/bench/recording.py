@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from attnlab.backend import AttentionBackend
+from attnlab.bench.ceilings import ceilings
 from attnlab.bench.inputs import Inputs
 from attnlab.bench.launches import launched
 from attnlab.bench.peer import Setting, one_line
 from attnlab.bench.result import FIRST, NotTimed, Result, Row, Timed
 from attnlab.bench.run import machine, release, shape_of
-from attnlab.bench.timing import Timing
+from attnlab.bench.timing import GraphTimer, Timing, WallTimer
 from attnlab.bench.truth import Truth, WrongResult
 from attnlab.bench.watch import DeviceWatch, HostWatch, Watch, Watched
 from attnlab.bench.workload import Workload
@@ -95,8 +96,10 @@ def measure_hooks(
     on_row: Callable[[Result], None] = lambda result: None,
 ) -> Result:
     """Return a row for each decode and policy, whose name it has; `on_row` is given what there is after each."""
-    watch: Watch = DeviceWatch() if setting.device.type == "cuda" else HostWatch()
-    result = Result(machine=machine(setting, watch.name))
+    on_gpu = setting.device.type == "cuda"
+    watch: Watch = DeviceWatch() if on_gpu else HostWatch()
+    most = ceilings(setting.device, GraphTimer() if on_gpu else WallTimer())
+    result = Result(machine=machine(setting, watch.name), ceilings=most)
     for work in works:
         for policy in policies:
             result = replace(result, rows=(*result.rows, _row(work, policy, setting, watch)))
