@@ -117,11 +117,12 @@ def bench_hooks(*, out: Path | None) -> int:
     return _row_by_row(partial(measure_hooks, works, setting=setting), "what recording costs", out)
 
 
-def bench_host_side(*, sglang: Path | None, out: Path | None) -> int:
+def bench_host_side(*, sglang: Path | None, patience: float, out: Path | None) -> int:
     """Time what calls and plans take of the host; return 1 where a result of attnlab was wrong, or it raised."""
     works = [work for work in workloads() if work.name in CALLS]
     setting = Setting(device=torch.device("cuda"), engine="triton", sglang=sglang)
-    return _row_by_row(partial(measure_host_side, works, setting=setting), "what a step takes beside a GPU", out)
+    measured = partial(measure_host_side, works, setting=setting, patience=patience)
+    return _row_by_row(measured, "what a step takes beside a GPU", out)
 
 
 def _row_by_row(measured: Callable[..., Result], what: str, out: Path | None) -> int:

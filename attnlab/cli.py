@@ -144,7 +144,7 @@ _BENCH_TAKES: dict[str, tuple[str, ...]] = {
     "goals": (),
     "cpu": ("quick", "out"),
     "hooks": ("out",),
-    "host": ("sglang", "out"),
+    "host": ("sglang", "patience", "out"),
 }
 """Options of a benchmark that have a meaning beside --list and the others of its kind."""
 
@@ -166,7 +166,7 @@ def _bench(home: Any, args: argparse.Namespace) -> int:
     if args.hooks:
         return int(home.bench_hooks(out=args.out))
     if args.host:
-        return int(home.bench_host_side(sglang=args.sglang, out=args.out))
+        return int(home.bench_host_side(sglang=args.sglang, patience=args.patience, out=args.out))
     if args.cpu:
         measure = import_module("attnlab.bench_host").measure_host  # needs explorers, which a server may lack
         return int(home.bench_on_cpu(measure, out=args.out, quick=args.quick))

@@ -347,6 +347,11 @@ def test_along_a_curve_one_thing_grows() -> None:
     for group in groups:
         xs = [work.x for work in curves() if work.group == group]
         assert xs == sorted(xs, key=lambda x: x or 0.0) and None not in xs
+    for work in curves():
+        assert chosen([work.name]) == [work]  # each runs alone
+    ends = {group: [work.x for work in curves() if work.group == group] for group in groups}
+    assert (ends["curve-batch"][0], ends["curve-batch"][-1]) == (1, 512)
+    assert (ends["curve-context"][0], ends["curve-context"][-1]) == (1024, 2**20)
     work = next(work for work in curves() if work.splits == 4)
     row = timed_by("attnlab", replace(small(work), cached=(200,))).rows[0]
     assert row.time_of("attnlab") is not None and row.x == 4.0
@@ -573,6 +578,13 @@ def test_a_result_is_shown(shown: Result, title: str, theme: str) -> None:
     picture = attnlab.show(shown)
     assert picture.title == title and picture.alt.endswith(".")
     assert not faults(picture.figure(theme))
+
+
+def test_a_curve_that_hardly_rises_has_an_axis_to_read_it_by() -> None:
+    flat = result({f"curve-pages-{x}": 1.3 for x in (1, 4, 16)})
+    rows = tuple(replace(row, group="curve-pages", x=float(row.name.rpartition("-")[2])) for row in flat.rows)
+    (ax,) = (ax for ax in attnlab.show(replace(flat, rows=rows)).figure("light").axes if ax.get_xlabel())
+    assert ax.get_yticks().tolist() == [0.5, 1.0, 2.0]
 
 
 def test_a_picture_of_rows_says_on_how_many_attnlab_is_the_fastest() -> None:

@@ -31,16 +31,20 @@ def measure_host_side(
     *,
     setting: Setting,
     plans: Sequence[tuple[int, int]] = PLANS,
+    patience: float | None = None,
     on_row: Callable[[Result], None] = lambda result: None,
 ) -> Result:
-    """Return rows of calls, then those of plans, host and replay; `on_row` is given what there is after each."""
-    timer = HostTimer(setting.device)
+    """Return rows of calls, then those of plans, host and replay; `on_row` is given what there is after each.
+
+    A peer has `patience` seconds to prepare a call.
+    """
+    timer, waits = HostTimer(setting.device), Patience(patience)
     result = Result(machine=machine(setting, timer.name))
     made: dict[str, Peer] = {name: peers.get(name)(setting) for name in PEERS}
 
     def rows() -> Iterator[Row]:
         for work in works:
-            row = measure(work, made, setting=setting, timer=timer, patience=Patience(None))
+            row = measure(work, made, setting=setting, timer=timer, patience=waits)
             yield replace(row, name=f"call-{work.name.removeprefix('decode-')}-host", group="host", kv_bytes=0, flops=0)
         kernels = None if setting.sglang is None else SglangMetadata.kernels_of(setting.sglang)
         for requests, tokens in plans:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil, floor, log2
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -78,7 +79,11 @@ def _panel(ax: Axes, result: Result, name: str, rows: Sequence[Row], lines: Sequ
     ax.xaxis.set_major_locator(FixedLocator(xs[::step]))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _count(x)))
     low, high = ax.get_ylim()
-    ax.yaxis.set_major_locator(LogLocator(base=10 if high / low > 50 else 2))
+    wide = high / low > 50
+    if not wide:  # from one power of two to another: two ticks at least
+        low, high = 2.0 ** floor(log2(low)), 2.0 ** ceil(log2(high))
+        ax.set_ylim(low, high)
+    ax.yaxis.set_major_locator(LogLocator(base=10 if wide else 2))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: plain(y)))
     for axis, ends in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, (low, high))):
         axis.set_minor_formatter(NullFormatter())
