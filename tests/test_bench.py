@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from attnlab import bench
 from attnlab.bench import timing
 from attnlab.bench.compare import compare_runs
 from attnlab.bench.inputs import Inputs, tree_mask
+from attnlab.bench.patience import Patience
 from attnlab.bench.peer import Call, Peer, Setting, peer, peers
 from attnlab.bench.peers.flashinfer import FlashInfer, _paged
 from attnlab.bench.peers.sglang import FILES, Kernels, Sglang
@@ -735,6 +738,22 @@ def test_who_takes_long_to_compile_is_left_out_and_the_others_are_not(lone: Call
         "TookTooLong: was not ready for decode-64x4k after 0.2 s, and is not asked for a decode again",
     ]
     assert rows[2].time_of(name) is not None
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs signals")
+def test_an_alarm_that_was_set_before_goes_on_after_a_peers() -> None:
+    rung: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: rung.append(number))
+    signal.setitimer(signal.ITIMER_REAL, 60)
+    try:
+        with Patience(30).for_peer("quick", TABLE[0]):
+            pass
+        left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+        assert 50 < left <= 60 and signal.getsignal(signal.SIGALRM) not in (signal.SIG_DFL, signal.SIG_IGN)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert rung == []
 
 
 def test_what_is_compiled_ahead_runs_whatever_fails_beside_it(lone: Callable[[Peer], str]) -> None:

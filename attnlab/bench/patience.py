@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -62,7 +63,7 @@ class Patience:
 
 @contextmanager
 def _alarm(seconds: float | None) -> Iterator[None]:
-    """Raise TookTooLong in the block after so many seconds."""
+    """Raise TookTooLong in the block after so many seconds; an alarm that was set before goes on after it."""
     heard = os.name == "posix" and threading.current_thread() is threading.main_thread()
     if seconds is None or not heard:
         yield
@@ -71,10 +72,12 @@ def _alarm(seconds: float | None) -> Iterator[None]:
     def rings(number: int, frame: Any) -> None:
         raise TookTooLong(f"not ready after {seconds:g} s, compiling most likely; --patience gives it longer")
 
-    before = signal.signal(signal.SIGALRM, rings)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before, since = signal.signal(signal.SIGALRM, rings), time.monotonic()
+    theirs, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if theirs > 0:
+            signal.setitimer(signal.ITIMER_REAL, max(theirs - (time.monotonic() - since), 1e-3))
