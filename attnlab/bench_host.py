@@ -45,7 +45,7 @@ def measure_host(*, quick: bool = False, on_step: Step = lambda name: None) -> R
                 goals.append(goal)
                 on_step(goal.name)
     setting = Setting(device=torch.device("cpu"), engine="eager")
-    return Result(machine=machine(setting, WallTimer.name), goals=tuple(goals))
+    return Result(machine=machine(setting, WallTimer()), goals=tuple(goals))
 
 
 def _imports() -> Iterator[Goal]:

@@ -39,7 +39,7 @@ def measure_host_side(
     A peer has `patience` seconds to prepare a call.
     """
     timer, waits = HostTimer(setting.device), Patience(patience)
-    result = Result(machine=machine(setting, timer.name))
+    result = Result(machine=machine(setting, timer))
     made: dict[str, Peer] = {name: peers.get(name)(setting) for name in PEERS}
 
     def rows() -> Iterator[Row]:

@@ -99,7 +99,7 @@ def measure_hooks(
     on_gpu = setting.device.type == "cuda"
     watch: Watch = DeviceWatch() if on_gpu else HostWatch()
     most = ceilings(setting.device, GraphTimer() if on_gpu else WallTimer())
-    result = Result(machine=machine(setting, watch.name), ceilings=most)
+    result = Result(machine=machine(setting, watch), ceilings=most)
     for work in works:
         for policy in policies:
             result = replace(result, rows=(*result.rows, _row(work, policy, setting, watch)))

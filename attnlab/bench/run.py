@@ -20,7 +20,7 @@ from attnlab.bench.inputs import Inputs
 from attnlab.bench.patience import Patience
 from attnlab.bench.peer import Call, Peer, Setting, one_line, peers
 from attnlab.bench.result import Machine, NotTimed, Result, Row, Timed
-from attnlab.bench.timing import Held, Timer, Timing, timed
+from attnlab.bench.timing import Held, Named, Timer, Timing, timed
 from attnlab.bench.truth import Truth, WrongResult
 from attnlab.bench.workload import Workload
 from attnlab.checks import require
@@ -47,7 +47,7 @@ def run(
     with torch.no_grad():
         begin, waits = time.monotonic(), Patience(patience)
         made: dict[str, Peer] = {name: peers.get(name)(setting) for name in names}
-        result = Result(machine=machine(setting, timer.name), ceilings=ceilings(setting.device, timer))
+        result = Result(machine=machine(setting, timer), ceilings=ceilings(setting.device, timer))
         with _kept():
             for number, work in enumerate(workloads):
                 if seconds is not None and time.monotonic() - begin > seconds:
@@ -190,8 +190,8 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def machine(setting: Setting, timer: str) -> Machine:
-    """Return where this process runs; `timer` is what took the times."""
+def machine(setting: Setting, clock: Named) -> Machine:
+    """Return where this process runs; `clock` is what took the times."""
     on_gpu = setting.device.type == "cuda"
     found = {"attnlab": attnlab.__version__}
     for package in PACKAGES:
@@ -207,7 +207,7 @@ def machine(setting: Setting, timer: str) -> Machine:
         versions=found,
         commit=_commit(),
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        timer=timer,
+        timer=clock.name,
     )
 
 

@@ -53,10 +53,15 @@ class Held(Protocol):
         """Repeat it for a turn, and return the microseconds of each time."""
 
 
-class Timer(Protocol):
-    """Times calls that have run before."""
+class Named(Protocol):
+    """A clock, by its name."""
 
     name: str
+
+
+class Timer(Named, Protocol):
+    """Times calls that have run before."""
+
     rounds: int
 
     def hold(self, call: Callable[[], Any]) -> Held:

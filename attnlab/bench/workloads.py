@@ -14,7 +14,9 @@ from fnmatch import fnmatchcase
 import numpy as np
 import torch
 
-from attnlab.bench.workload import Workload, heads, latent
+from attnlab.bench.workload import Workload as Workload
+from attnlab.bench.workload import heads as heads
+from attnlab.bench.workload import latent as latent
 from attnlab.checks import require
 from attnlab.inspect.traffic import draw_decode_lens, trace_names
 from attnlab.spec import ModelSpec
