@@ -27,9 +27,9 @@ class Balanced(SharePolicy):
 
     `programs` are those that a multiprocessor holds; None: as many as were fastest on an H200. Four hide each other's
     waits where requests are many; one with more keys on their way leaves fewer partials to merge where they are few.
-    Two where values are wider than 128 and for many drafts, one over latent rows, for few drafts, and where a tile packs
-    more than 16 heads; of 8-bit numbers two where of 16-bit ones it is one. Not batch-invariant: where a request is cut depends on all that
-    come before it.
+    Two where values are wider than 128 and for many drafts; one over latent rows, for few drafts, and where a tile
+    packs more than 16 heads; of 8-bit numbers two where of 16-bit ones it is one. Not batch-invariant: where a request
+    is cut depends on all that come before it.
     """
 
     tile: int = 128

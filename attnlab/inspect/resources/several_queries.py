@@ -1,0 +1,141 @@
+"""Variants of kernels with several queries a request: extend and verify."""
+
+from __future__ import annotations
+
+import torch
+
+from attnlab.inspect.resources.compiling import Variant
+from attnlab.inspect.resources.shapes import Shape
+from attnlab.kernels import extend, extend_hopper, verify, verify_shares
+from attnlab.kernels.launch import stored
+from attnlab.kernels.target import Target
+
+NEW_ALONE = " of new keys alone"
+"""Added to the names of variants whose mask leaves cached keys alone."""
+FOR_HOPPER = " for Hopper: "
+"""Between kind and shape of variants that are chosen, and compiled, for compute capability 9.0 alone."""
+
+
+def extend_variant(
+    shape: Shape, target: Target, *, one_pass: bool = False, most: int | None = None, cached_visible: bool = False
+) -> Variant:
+    """Return an extend, as its launcher would compile it."""
+    constants, options = extend.extend_constants(
+        spec=shape.spec(),
+        view=shape.view(),
+        target=target,
+        q_dtype=shape.dtype,
+        most=most,
+        masked=shape.masked,
+        cached_visible=cached_visible,
+        ordered=not shape.masked,
+        one_pass=one_pass,
+        parts="all",
+        has_sinks=shape.sinks,
+        has_lse=shape.sinks,
+    )
+    return Variant(
+        name=f"extend{' in one pass' * one_pass}: {shape.name}"
+        + (f", {most} queries" if most else "")
+        + NEW_ALONE * cached_visible,
+        kernel=extend._extend_kernel,
+        pointers=_several(shape),
+        constants=constants,
+        options=options,
+    )
+
+
+def extend_hopper_variant(shape: Shape, target: Target, *, one_pass: bool = False) -> Variant:
+    """Return an extend for Hopper, as its launcher would compile it."""
+    constants, options = extend_hopper.hopper_constants(
+        spec=shape.spec(),
+        view=shape.view(),
+        target=target,
+        q_dtype=shape.dtype,
+        one_pass=one_pass,
+        parts="all",
+        has_sinks=shape.sinks,
+        has_lse=shape.sinks,
+        all_narrow=True,
+    )
+    return Variant(
+        name=f"extend{' in one pass' * one_pass}{FOR_HOPPER}{shape.name}",
+        kernel=extend_hopper._extend_hopper_kernel,
+        pointers=_several(shape),
+        constants=constants,
+        options=options,
+    )
+
+
+def verify_variant(shape: Shape, target: Target, *, rows: int | None = None) -> Variant:
+    """Return a verify's split kernel, as its launcher would compile it."""
+    constants, options = verify.verify_constants(
+        spec=shape.spec(),
+        view=shape.view(),
+        target=target,
+        q_dtype=shape.dtype,
+        rows=rows,
+        masked=shape.masked,
+    )
+    return Variant(
+        name=f"verify: {shape.name}" + (f", {rows} rows" if rows else ""),
+        kernel=verify._verify_split_kernel,
+        pointers=_several(shape),
+        constants=constants,
+        options=options,
+    )
+
+
+def verify_shares_variant(shape: Shape, target: Target, *, rows: int) -> Variant:
+    """Return a verify over even shares, as its launcher would compile it."""
+    constants, options = verify_shares.verify_shares_constants(
+        spec=shape.spec(),
+        view=shape.view(),
+        target=target,
+        q_dtype=shape.dtype,
+        rows=rows,
+        masked=shape.masked,
+        ordered=not shape.masked,
+        new_masked=shape.masked,
+        read_new=True,
+        has_lse=True,
+    )
+    k, v = stored(shape.view())
+    return Variant(
+        name=f"verify shares: {shape.name}, {rows} rows",
+        kernel=verify_shares._verify_shares_kernel,
+        pointers={**_several(shape), "k_ptr": k.dtype, "v_ptr": v.dtype},
+        constants=constants,
+        options=options,
+    )
+
+
+def verify_merge_variant(shape: Shape, target: Target) -> Variant:
+    """Return a verify's merge, as its launcher would compile it."""
+    constants, options = verify.verify_merge_constants(
+        spec=shape.spec(),
+        view=shape.view(),
+        target=target,
+        q_dtype=shape.dtype,
+        ordered=not shape.masked,
+        masked=shape.masked,
+        read_new=True,
+        has_lse=shape.sinks,
+        skips_alone=False,
+    )
+    return Variant(
+        name=f"verify merge: {shape.name}",
+        kernel=verify._verify_merge_kernel,
+        pointers=_several(shape),
+        constants=constants,
+        options=options,
+    )
+
+
+def _several(shape: Shape) -> dict[str, torch.dtype]:
+    """Return the pointer types of kernels with several queries a request."""
+    stored = dict.fromkeys(("k_ptr", "v_ptr"), shape.kv_dtype)
+    given = dict.fromkeys(("q_ptr", "k_new_ptr", "v_new_ptr", "out_ptr"), shape.dtype)
+    names = ("lse_ptr", "sinks_ptr", "aux_ptr", "acc_ptr", "max_ptr", "sum_ptr")
+    lists = {"slots_ptr": torch.int64, "mask_indptr_ptr": torch.int64, "bits_ptr": torch.uint8}
+    return {**stored, **given, **dict.fromkeys(names, torch.float32), **lists}
