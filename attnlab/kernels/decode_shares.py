@@ -16,9 +16,10 @@ from attnlab._triton import device_clock, jit, multiprocessor, release_dependent
 from attnlab.kernels.core import attend_tile, join_sink, load_queries, slot_offsets, store_states, write_rows
 from attnlab.kernels.launch import lifted, narrow, slot_stride, tile_constants, written
 from attnlab.kernels.target import Target
-from attnlab.memory.pool import FP8, KVView, compute_dtype
+from attnlab.kernels.tuning import tuned
+from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.call import DecodeCall
-from attnlab.plan.tiles import HEAD_TILE, NARROW_DIM, head_tiles
+from attnlab.plan.tiles import HEAD_TILE, head_tiles
 from attnlab.spec import AttentionSpec
 
 
@@ -34,22 +35,18 @@ class SharesConfig:
     def choose(
         cls, spec: AttentionSpec, target: Target, *, compute: torch.dtype, kv_dtype: torch.dtype
     ) -> SharesConfig:
-        """Return the choice; the one place where it is made."""
-        if target.kind == "interpreter":
-            return cls(block_n=64, num_warps=4, num_stages=1)  # small enough that short ranges have whole tiles
-        wide = spec.qk_dim > 256
-        if target.kind == "hip":
-            return cls(block_n=16 if wide else 32, num_warps=4, num_stages=1)
-        if compute == torch.float32:
-            return cls(block_n=32, num_warps=8, num_stages=1 if wide else 2)
-        if wide:
-            return cls(block_n=32, num_warps=4, num_stages=3)
-        if spec.v_dim > NARROW_DIM:
-            return cls(block_n=64, num_warps=4, num_stages=3)
-        # Few warps and four programs a multiprocessor keep more loads on their way than many warps do; what changes
-        # between load and dot (fp8, a modifier's scores) needs registers, so its tiles are smaller.
-        small = kv_dtype == FP8 or spec.mod is not None
-        return cls(block_n=32, num_warps=2, num_stages=5) if small else cls(block_n=64, num_warps=2, num_stages=3)
+        """Return the choice of the table (`attnlab.kernels.tuning`)."""
+        return cls(
+            **tuned(
+                "decode_shares",
+                target,
+                qk_dim=spec.qk_dim,
+                v_dim=spec.v_dim,
+                compute=compute,
+                kv=kv_dtype,
+                modifier=spec.mod is not None,
+            )
+        )
 
 
 def decode_shares(call: DecodeCall, *, target: Target) -> None:

@@ -43,6 +43,7 @@ from attnlab.kernels.launch import (
     written,
 )
 from attnlab.kernels.target import Target
+from attnlab.kernels.tuning import tuned
 from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.extend_call import ExtendCall
 from attnlab.spec import AttentionSpec
@@ -90,12 +91,8 @@ class HopperConfig:
 
     @classmethod
     def choose(cls, spec: AttentionSpec, target: Target) -> HopperConfig:
-        """Return the choice; the one place where it is made."""
-        if target.kind == "interpreter":
-            return cls(block_m=32, block_n=32, num_warps=4, num_stages=1, registers=None)  # some tiles are seen whole
-        if max(spec.qk_dim, spec.v_dim) > 128:
-            return cls(block_m=128, block_n=64, num_warps=8, num_stages=2, registers=None)
-        return cls(block_m=128, block_n=64, num_warps=8, num_stages=2, registers=128)
+        """Return the choice of the table (`attnlab.kernels.tuning`)."""
+        return cls(**tuned("extend_hopper", target, qk_dim=spec.qk_dim, v_dim=spec.v_dim))
 
 
 def extend_hopper(call: ExtendCall, *, target: Target) -> None:
