@@ -43,6 +43,7 @@ FLOORS = {
     "explore": 8,
     "bench_command": 9,
     "bench_host": 9,
+    "tune_command": 9,
     "tour": 9,
     "tour_page": 9,
     "tour_command": 9,

@@ -3,6 +3,9 @@
 A workload (`workloads.py`) is built (`inputs.py`), held to the oracle (`truth.py`) and timed (`timing.py`) by every
 peer (`peer.py`, a file each in `peers/`) in turn (`run.py`). What comes out (`result.py`) is plain data: `load` reads
 it where there is no GPU, `compare_runs` (`compare.py`) holds two runs together, `attnlab.show` draws one.
+
+The same clocks and the same oracle choose tiles and launch options of kernels: `tune.py` says which rows of the tuning
+table a workload is launched by, and what is tried for them, `trials.py` tries it.
 """
 
 from attnlab.bench.result import Ceilings as Ceilings

@@ -50,6 +50,8 @@ from attnlab.spec import AttentionSpec
 
 FLAG = 1
 """A number of the launch that is always 1, which the compiler does not know."""
+FEW_QUERIES = 64
+"""Up to so many of a request are better served by the smaller tiles of `extend.py`."""
 
 
 def serves(call: ExtendCall, target: Target) -> bool:
@@ -57,7 +59,7 @@ def serves(call: ExtendCall, target: Target) -> bool:
 
     A few queries are better served by smaller tiles, unless no tile may depend on what else is in the batch.
     """
-    few = call.queries.most <= 64 and not call.batch_invariant
+    few = call.queries.most <= FEW_QUERIES and not call.batch_invariant
     return target.is_hopper and not few and has_tiles(call.spec, call.view, call.q.dtype) and can_serve(call)
 
 

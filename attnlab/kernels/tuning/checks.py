@@ -60,6 +60,15 @@ def check(table: Table, *, name: str) -> None:
                 )
 
 
+def served(table: Table, row: Row) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Yield the names of a device, and a shape, for each kind that a row of a table takes."""
+    rows = [other for other in table.rows if other.kernel == row.kernel]
+    for names in _devices(row.kernel, rows):
+        for shape in _shapes(row.kernel, rows):
+            if next((other for other in rows if other.takes(names, shape)), None) is row:
+                yield names, shape
+
+
 def refused(row: Row, names: tuple[str, ...], shape: Mapping[str, Any]) -> str | None:
     """Return why a row's config must not serve a shape; None: it may."""
     config, on_gpu = row.config, INTERPRETER not in names
