@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as Printed
 from rich.text import Text
 
+from attnlab._boot import INTERPRETED
 from attnlab.assets import data_path, in_wheel
 from attnlab.bench.peer import Setting
 from attnlab.bench.run import machine
@@ -30,6 +31,7 @@ from attnlab.units import printable
 
 SHOWN = 5
 """How many of a row's candidates are printed, beside the one that stands in the table: the quickest."""
+REMAKE = "ATTNLAB_INTERPRET=0 python -m attnlab.inspect.resources --write"
 H200 = Target(kind="cuda", arch=90)
 """What is listed where there is no GPU."""
 
@@ -58,6 +60,7 @@ def tune_on_gpu(
         torch.cuda.is_available(),
         "there is no GPU here; attnlab tune --list shows what would be tried, attnlab doctor what is missing",
     )
+    require(not INTERPRETED, "kernels are interpreted in this process; start it with ATTNLAB_INTERPRET=0")
     setting = Setting(device=torch.device("cuda"), engine="triton")
     todo = tasks(table, Target.of(setting.device), works, kernels=kernels, near=near)
     require(
@@ -100,7 +103,10 @@ def tune(
         console.print(Text("Nothing was written; --write puts these measurements, and what changes, into the table."))
     else:
         write_whole(write, written(new).encode(), name="--write")
-        console.print(Text(printable(f"{write}: {len(findings)} rows were measured anew.")))
+        changed = sum(finding.changes for finding in findings)
+        console.print(Text(printable(f"{write}: {len(findings)} rows measured anew, {changed} with another config")))
+        if changed:
+            console.print(Text(f"What kernels take has changed: {REMAKE} makes data/kernel_resources.md anew."))
     return int(any(finding.best.fault is not None for finding in findings))
 
 
@@ -145,10 +151,12 @@ def _spills(trial: Trial) -> str:
 
 
 def _faults(trials: Sequence[Trial]) -> list[str]:
-    """Return a line for each kind of fault, with the first config that has it."""
-    kinds = Counter(trial.fault for trial in trials if trial.fault is not None)
-    first = {trial.fault: trial for trial in reversed(trials)}
-    return [f"  {count} not timed, such as {words(first[fault].config)}: {fault}" for fault, count in kinds.items()]
+    """Return a line for each kind of fault, with the first config that has it; numbers make no kind of their own."""
+    kinds: dict[str, list[Trial]] = {}
+    for trial in trials:
+        if trial.fault is not None:
+            kinds.setdefault(re.sub(r"\d+", "", trial.fault), []).append(trial)
+    return [f"  {len(alike)} not timed, such as {words(alike[0].config)}: {alike[0].fault}" for alike in kinds.values()]
 
 
 def changes(findings: Sequence[Finding]) -> Printed:

@@ -192,8 +192,11 @@ def breaking(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], *, bloc
 
 
 def test_what_does_not_fit_is_an_entry_and_keeps_no_other_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed: list[int] = []
+
     def act() -> None:
-        raise RuntimeError("out of resource: shared memory, Required: 300000, Hardware limit: 232448")
+        needed.append(300_000 + len(needed))
+        raise RuntimeError(f"out of resource: shared memory, Required: {needed[-1]}, Hardware limit: 232448")
 
     breaking(monkeypatch, act, block_n=16)
     finding = found(100.0, 70.0, 90.0)
@@ -336,7 +339,7 @@ def test_the_command_writes_where_it_is_told_alone(tmp_path: Path, capsys: pytes
     said = capsys.readouterr().out
     assert "0.700" in said and "decode-small 100.0 -> 70.0" in said and "Nothing was written" in said
     assert run_tune(tmp_path / "t.json", 100.0, 99.5, 80.0, 70.0, 90.0) == 0
-    assert "1 rows were measured anew" in capsys.readouterr().out
+    assert "1 rows measured anew, 1 with another config" in capsys.readouterr().out
     new = parsed(json.loads((tmp_path / "t.json").read_text()), name="t")
     check(new, name="t")
     assert rows_of(new, "decode_shares")[0] == ("interpreter", "any", {"block_n": 32, "num_warps": 4, "num_stages": 1})
