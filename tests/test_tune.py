@@ -178,27 +178,26 @@ def test_a_config_that_loses_anywhere_is_left_alone() -> None:
     assert found(*us[:6], 10.1, *us[7:], of=task(DECODE, other)).changes
 
 
-def breaking(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], *, block_n: int) -> None:
-    """Let launches of tiles so large do something else first."""
-    real = decode_shares.shares_constants
+def launching_with(monkeypatch: pytest.MonkeyPatch, run: Callable[[Config, Callable[[], Any]], Any]) -> None:
+    """Let launches be what `run` makes of a config and the launch itself."""
 
-    def constants(**how: Any) -> Any:
-        made = real(**how)
-        if made[0]["BLOCK_N"] == block_n:
-            act()
-        return made
+    def launch(task: Task, config: Config, inputs: Inputs, *, engine: str) -> Any:
+        call = launching(task, config, inputs, engine=engine)
+        return replace(call, run=lambda: run(config, call.run))
 
-    monkeypatch.setattr(decode_shares, "shares_constants", constants)
+    monkeypatch.setattr(trials, "launching", launch)
 
 
 def test_what_does_not_fit_is_an_entry_and_keeps_no_other_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
     needed: list[int] = []
 
-    def act() -> None:
+    def run(config: Config, launch: Callable[[], Any]) -> Any:
+        if config["block_n"] != 16:
+            return launch()
         needed.append(300_000 + len(needed))
         raise RuntimeError(f"out of resource: shared memory, Required: {needed[-1]}, Hardware limit: 232448")
 
-    breaking(monkeypatch, act, block_n=16)
+    launching_with(monkeypatch, run)
     finding = found(100.0, 70.0, 90.0)
     assert [trial.fault is None for trial in finding.trials] == [True, False, False, True, True]
     assert finding.best.config["block_n"] == 32
@@ -209,26 +208,20 @@ def test_what_does_not_fit_is_an_entry_and_keeps_no_other_from_running(monkeypat
 
 
 def test_what_is_wrong_is_not_taken_however_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Inputs.output
-
-    def launch(task: Task, config: Config, inputs: Inputs, *, engine: str) -> Any:
-        call = launching(task, config, inputs, engine=engine)
-        wrong = config["block_n"] == 16
-        return replace(call, run=lambda: call.run() * 2 if wrong else call.run())
-
-    monkeypatch.setattr(trials, "launching", launch)
+    launching_with(monkeypatch, lambda config, launch: launch() * (1 + (config["block_n"] == 16)))
     finding = found(100.0, 70.0, 100.0)
     assert [(trial.fault or "")[:6] for trial in finding.trials] == ["", "wrong:", "wrong:", "", ""]
-    assert finding.best.config["block_n"] == 32 and real is Inputs.output
+    assert finding.best.config["block_n"] == 32
 
 
 def test_what_is_wrong_when_repeated_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(task: Task, config: Config, inputs: Inputs, *, engine: str) -> Any:
-        call, counted = launching(task, config, inputs, engine=engine), iter(range(9))
-        wrong = config["block_n"] == 16
-        return replace(call, run=lambda: call.run() * (1 + (wrong and next(counted) > 0)))
+    begun: list[str] = []
 
-    monkeypatch.setattr(trials, "launching", launch)
+    def run(config: Config, launch: Callable[[], Any]) -> Any:
+        begun.append(str(config))
+        return launch() * (1 + (config["block_n"] == 16 and begun.count(str(config)) > 1))
+
+    launching_with(monkeypatch, run)
     finding = found(100.0, 1.0, 1.0, 70.0, 100.0)
     assert (finding.trials[1].fault or "").startswith("when repeated, wrong: query 0 of request 0 is off by")
     assert finding.best.config["block_n"] == 32
@@ -245,15 +238,15 @@ def test_a_choice_that_is_kept_over_tables_is_found_out(monkeypatch: pytest.Monk
 
 
 def test_a_device_that_is_broken_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    def act() -> None:
+    def run(config: Config, launch: Callable[[], Any]) -> Any:
         raise RuntimeError("an illegal memory access")
 
     def lost(device: torch.device) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    breaking(monkeypatch, act, block_n=16)
+    launching_with(monkeypatch, run)
     monkeypatch.setattr(trials, "release", lost)
-    with pytest.raises(RuntimeError, match=r"block_n 16, num_warps 4, .*: broke the device .* out of GRIDS in"):
+    with pytest.raises(RuntimeError, match=r"block_n 64, num_warps 4, .*: broke the device .* out of GRIDS in"):
         found(100.0)
 
 
