@@ -129,6 +129,17 @@ def test_all_workloads_of_the_table_are_launched_by_a_row_of_every_kernel_that_m
         assert TEXTS.keys() == GRIDS.keys() == KERNELS.keys()
 
 
+def test_what_was_measured_is_launched_by_the_row_that_says_so() -> None:
+    """Figures of the log are of kernels as they were; those of runs are of rows as they are."""
+    table = tuning.shipped()
+    for row in table.rows:
+        if row.measured is None or table.runs[row.measured.run].file.startswith("data/h200/LOG.md"):
+            continue
+        target = Target(kind="cuda", arch=int(row.on[0][3:])) if row.on[0].startswith("sm_") else H200
+        for work in chosen(list(row.measured.us)):
+            assert asked(table, launched(work, target)[row.kernel]) == row, f"{row.title}: {work.name}"
+
+
 def test_a_workload_that_says_its_splits_is_launched_by_no_row() -> None:
     assert launched(replace(DECODE, splits=3), H200) == {}
 
