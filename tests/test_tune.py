@@ -364,8 +364,10 @@ def test_rows_candidates_and_workloads_are_listed(capsys: pytest.CaptureFixture[
     assert main(["tune", "decode_shares", "--list", "--only", "decode-64x4k*"]) == 0
     said = capsys.readouterr().out
     assert "decode_shares tries block_n 16 32, num_warps 4 8, num_stages 1\n" in said
-    assert "  kv = fp8: block_n 32, num_warps 2, num_stages 5\n" in said and "others on decode-64x4k-fp8\n" in said
-    assert "  modifier: block_n 32" in said and "no chosen workload is launched by it" in said
+    choose = launched(chosen(["decode-64x4k-fp8"])[0], H200)["decode_shares"]
+    row = asked(tuning.shipped(), choose)
+    assert f"  {row.shapes}: {trials.words(row.config)}\n" in said and "others on decode-64x4k-fp8\n" in said
+    assert "  modifier: block_n " in said and "no chosen workload is launched by it" in said
     assert "decode_split" not in said and "hip" not in said
 
 

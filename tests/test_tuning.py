@@ -26,7 +26,7 @@ from attnlab.kernels.launch import padded
 from attnlab.kernels.target import Target
 from attnlab.kernels.tuning.checks import check, refused
 from attnlab.kernels.tuning.file import parsed, written
-from attnlab.kernels.tuning.rows import KERNELS, Row, Table, completed, names_of
+from attnlab.kernels.tuning.rows import KERNELS, NUMBERS, Row, Table, completed, names_of
 from attnlab.kernels.verify import VerifyConfig
 from attnlab.kernels.verify_shares import VerifySharesConfig
 from attnlab.plan.tiles import row_tile
@@ -197,7 +197,7 @@ def breaks(table: Any, words: str) -> None:
     [
         ("kernel", "decode", "kernel: expected one of decode_split, decode_shares"),
         ("on", "sm90", "on: expected interpreter, hip, cuda or such as sm_90, got 'sm90'"),
-        ("when", "heads = 4", "expected one of qk_dim, v_dim, widest, group, rows, compute, kv before =, got 'heads'"),
+        ("when", "heads = 4", f"expected one of {', '.join(NUMBERS)}, compute, kv before =, got 'heads'"),
         ("when", "rows > 4", "when: shapes of decode_split have qk_dim, group, compute, got 'rows'"),
         ("when", "quick", "expected one of masked, bounded, modifier, or a comparison, got 'quick'"),
         ("when", "group=1", "expected conditions such as 'v_dim <= 128, kv = fp8, not masked', got 'group=1'"),
