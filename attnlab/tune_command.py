@@ -18,7 +18,7 @@ from attnlab.assets import data_path, in_wheel
 from attnlab.bench.peer import Setting
 from attnlab.bench.run import machine
 from attnlab.bench.timing import GraphTimer, Timer
-from attnlab.bench.trials import Finding, Trial, retuned, search, warm, words
+from attnlab.bench.trials import BrokenDevice, Finding, Trial, retuned, search, warm, words
 from attnlab.bench.tune import GRIDS, Task, idle, tasks
 from attnlab.bench.workloads import chosen
 from attnlab.checks import require
@@ -79,9 +79,10 @@ def tune(
     seconds: float | None,
     write: Path | None,
 ) -> int:
-    """Run tasks, print what each found and what would change, and write the table where `write` says."""
-    console, begin = _console(), time.monotonic()
+    """Run tasks, print what each found and what would change; after each write the table, where `write` says."""
+    console, begin, where = _console(), time.monotonic(), machine(setting, timer)
     findings: list[Finding] = []
+    broken = False
     with _progress(console) as progress:
         if jobs > 1:
             step = progress.add_task("compiling", total=sum(len(task.works) for task in todo) * jobs)
@@ -93,21 +94,29 @@ def tune(
                 break
             step = progress.add_task(task.row.title, total=len(task.works) * len(task.configs))
             told = lambda said, step=step: progress.update(step, description=said, advance=1)  # noqa: E731
-            findings.append(search(task, setting=setting, timer=timer, on_trial=told))
+            try:
+                findings.append(search(task, setting=setting, timer=timer, on_trial=told))
+            except BrokenDevice as error:
+                console.print(Text(printable(f"The search ends here. {error}"), style="bold red"))
+                broken = True
+                break
             progress.remove_task(step)
             for line in finding_lines(findings[-1]):
                 console.print(Text(printable(line)))
-    new = retuned(table, findings, machine(setting, timer))
+            if write is not None:
+                write_whole(write, written(retuned(table, findings, where)).encode(), name="--write")
     console.print(changes(findings))
+    console.print(Text(printable(_what_was_written(findings, write))))
+    return int(broken or any(finding.best.fault is not None for finding in findings))
+
+
+def _what_was_written(findings: Sequence[Finding], write: Path | None) -> str:
     if write is None:
-        console.print(Text("Nothing was written; --write puts these measurements, and what changes, into the table."))
-    else:
-        write_whole(write, written(new).encode(), name="--write")
-        changed = sum(finding.changes for finding in findings)
-        console.print(Text(printable(f"{write}: {len(findings)} rows measured anew, {changed} with another config")))
-        if changed:
-            console.print(Text(f"What kernels take has changed: {REMAKE} makes data/kernel_resources.md anew."))
-    return int(any(finding.best.fault is not None for finding in findings))
+        return "Nothing was written; --write puts these measurements, and what changes, into the table."
+    right = [finding for finding in findings if finding.best.fault is None]
+    changed = sum(finding.changes for finding in right)
+    said = f"{write}: {len(right)} rows measured anew, {changed} with another config."
+    return said + (f" What kernels take has changed: {REMAKE} makes data/kernel_resources.md anew." if changed else "")
 
 
 def where_to_write(given: str) -> Path:

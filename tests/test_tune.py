@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(PROBLEM is not None, reason="needs Triton")
 CPU = Setting(device=torch.device("cpu"), engine="triton")
 INTERPRETER, H200, A100 = Target(kind="interpreter"), Target(kind="cuda", arch=90), Target(kind="cuda", arch=80)
 FP32 = {"dtype": torch.float32, "kv_dtype": torch.float32}
-DECODE = Workload(name="decode-small", mode="decode", cached=(90, 40), attention=heads(4, 2, 16), **FP32)
+DECODE = Workload(name="decode-small", mode="decode", cached=(70, 20), attention=heads(2, 1, 16), **FP32)
 SMALL = [
     DECODE,
     Workload(name="latent", mode="decode", cached=(70,), attention=latent(32), mla=True),
@@ -182,11 +182,10 @@ def test_a_config_that_gains_less_than_noise_is_left_alone() -> None:
 
 def test_a_config_that_loses_anywhere_is_left_alone() -> None:
     other = replace(DECODE, name="decode-other", cached=(17,))
-    us = (100.0, 50.0, 100.0, 100.0, 100.0, 10.0, 10.5, 10.0, 10.0, 10.0)
-    finding = found(*us, of=task(DECODE, other))
+    finding = found(100.0, 50.0, 100.0, 100.0, 100.0, 10.0, 10.5, 10.0, 10.0, 10.0, of=task(DECODE, other))
     assert not finding.changes and finding.trials[1].us == {"decode-small": 50.0, "decode-other": 10.5}
-    assert found(*us[:6], 10.1, *us[7:], of=task(DECODE, other)).best is not None
-    assert found(*us[:6], 10.1, *us[7:], of=task(DECODE, other)).changes
+    finding.trials[1].us["decode-other"] = 10.1
+    assert finding.best is finding.trials[1]
 
 
 def launching_with(monkeypatch: pytest.MonkeyPatch, run: Callable[[Config, Callable[[], Any]], Any]) -> None:
@@ -257,8 +256,45 @@ def test_a_device_that_is_broken_ends_the_search(monkeypatch: pytest.MonkeyPatch
 
     launching_with(monkeypatch, run)
     monkeypatch.setattr(trials, "release", lost)
-    with pytest.raises(RuntimeError, match=r"block_n 64, num_warps 4, .*: broke the device .* out of GRIDS in"):
+    with pytest.raises(trials.BrokenDevice, match=r"block_n 64, num_warps 4, .*: broke the device .* out of GRIDS in"):
         found(100.0)
+
+
+class Fails(Clock):
+    """A clock whose device is lost while calls are repeated."""
+
+    def hold(self, call: Callable[[], Any]) -> Held:
+        held = super().hold(call)
+
+        def repeat(*, cold: bool) -> list[float]:
+            raise RuntimeError("an illegal memory access")
+
+        held.repeat = repeat  # type: ignore[method-assign]
+        return held
+
+
+def test_what_was_found_before_a_device_broke_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write = tmp_path / "t.json"
+    clocks = iter([Clock(100.0, 99.5, 80.0, 70.0, 90.0), Fails(*[1.0] * 5)])
+
+    class Both:
+        name, rounds = "both", 1
+
+        def __init__(self) -> None:
+            self.count = 0
+
+        def hold(self, call: Callable[[], Any]) -> Held:
+            if self.count % 5 == 0:
+                self.clock = next(clocks)
+            self.count += 1
+            return self.clock.hold(call)
+
+    tasks = [task(), task()]
+    got = tune_command.tune(tasks, table=fixed(), setting=CPU, timer=Both(), jobs=1, seconds=None, write=write)
+    said = capsys.readouterr().out
+    assert got == 1 and "The search ends here." in said and "when repeated: RuntimeError: an illegal memory" in said
+    assert "1 rows measured anew, 1 with another config" in said and "kernel_resources.md" in said
+    assert '"block_n": 32' in write.read_text()
 
 
 # --- What is written --------------------------------------------------------------------------------------------

@@ -38,6 +38,10 @@ SOURCE = "attnlab tune"
 """What a run says of itself where others name a file."""
 
 
+class BrokenDevice(RuntimeError):
+    """A config left the device unusable: nothing can be timed in this process any more."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Trial:
     """A config, and what became of it: median microseconds by workload, registers spilled, or why it has no times.
@@ -100,7 +104,7 @@ def search(
 ) -> Finding:
     """Return what the configs of a task take. `on_trial` is told each workload and config before it is tried.
 
-    Raises RuntimeError where a config leaves the device unusable: nothing can be timed in this process any more.
+    Raises BrokenDevice where nothing can be timed in this process any more.
     """
     trials = tuple(Trial(config=config) for config in task.configs)
     with torch.no_grad():
@@ -140,7 +144,10 @@ def _try_all(
         new = [spills for key, spills in loaded.items() if key not in seen]
         if new:
             trial.spills = max(*new, trial.spills or 0)
-    timings = timed([held for _, _, held in ready], rounds=timer.rounds, cold=work.cold)
+    try:
+        timings = timed([held for _, _, held in ready], rounds=timer.rounds, cold=work.cold)
+    except Exception as error:  # of whatever type: a fault on the device, which no config owns up to
+        raise BrokenDevice(f"{task.row.title}, {work.name}, when repeated: {one_line(error)}") from error
     for (trial, call, _), timing in zip(ready, timings, strict=True):
         try:
             truth.error(call.read(timing.answer))
@@ -153,7 +160,7 @@ def _still_works(setting: Setting, task: Task, trial: Trial) -> None:
     try:
         release(setting.device)
     except Exception as error:  # of whatever type: the fault that the config left behind
-        raise RuntimeError(
+        raise BrokenDevice(
             f"{task.row.title}, {words(trial.config)}: broke the device ({one_line(error)}); start again, "
             "with this config out of GRIDS in attnlab/bench/tune.py"
         ) from error
