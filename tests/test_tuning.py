@@ -328,11 +328,19 @@ def test_another_table_holds_inside_of_its_block() -> None:
     assert LatentConfig.choose(H200) == before and tuning.current().rows == tuning.shipped().rows
 
 
+def test_a_table_does_not_remember_every_length_there_ever_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnlab.kernels.tuning.rows.MOST_TAKEN", 3)
+    with tuning.using(fixed()) as table:
+        for most in range(1, 9):
+            assert extend(most=most).block_m == 16
+            assert 1 <= len(table.taken) <= 3
+
+
 def test_runs_that_no_row_names_are_left_out() -> None:
     table = fixed()
-    rows = [row for row in table.rows if row.measured is not None and row.measured.run == "old"]
-    for row in rows:
+    measured = [row for row in table.rows if row.measured is not None and row.measured.run == "old"]
+    for row in measured:
         assert "old" in table.runs
         table = table.trying(row, row.config)
-    assert len(rows) > 1 and "old" not in table.runs
+    assert len(measured) > 1 and "old" not in table.runs
     assert parsed(json.loads(written(table)), name="t").rows == table.rows

@@ -1,7 +1,8 @@
 """What is tuned: the rows of the tuning table that this device's kernels are launched by, and what is tried for each.
 
 A row is tuned on the workloads that its kernel is launched for by it. Which these are is found by asking the kernel's
-own `choose`; `trials.py` times them, and makes sure that the row was launched indeed.
+own `choose`; `trials.py` times them, and makes sure that the row was launched indeed. How many programs share the work
+is the plan's affair (`plan/policies/balanced.py`), and stays as it is.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ OF_DTYPE = ("compute", "kv")
 """Words of shapes that are dtypes: that of the dots, and that of the pool."""
 FLAGS = ("masked", "bounded", "modifier")
 """Words of shapes that hold or not: a mask hides cached keys, a window or chunk does, a modifier changes scores."""
+MOST_TAKEN = 4096
+"""Shapes whose rows a table remembers: extends of ever other lengths must not fill the host's memory."""
 ANY = "any"
 """The condition of a row for all shapes that no row before it takes."""
 
@@ -186,6 +188,8 @@ class Table:
         key = (kernel, target, *shape.values())
         found = self._taken.get(key)
         if found is None:
+            if len(self._taken) >= MOST_TAKEN:
+                self._taken.clear()
             found = self._taken[key] = self._search(kernel, target, shape)
         return found
 
@@ -202,7 +206,7 @@ class Table:
 
     @property
     def taken(self) -> tuple[Row, ...]:
-        """The rows that were asked for so far."""
+        """The rows that were asked for lately."""
         return tuple(self._taken.values())
 
     def changed(self, old: Row, *new: Row, runs: Mapping[str, Run] | None = None) -> Table:
