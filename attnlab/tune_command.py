@@ -23,6 +23,7 @@ from attnlab.bench.tune import GRIDS, Task, idle, tasks
 from attnlab.bench.workloads import chosen
 from attnlab.checks import require
 from attnlab.files import place, write_whole
+from attnlab.inspect.workbench import H200_MULTIPROCESSORS
 from attnlab.kernels.target import Target
 from attnlab.kernels.tuning import FILE, shipped
 from attnlab.kernels.tuning.file import written
@@ -32,7 +33,7 @@ from attnlab.units import printable
 SHOWN = 5
 """How many of a row's candidates are printed, beside the one that stands in the table: the quickest."""
 REMAKE = "ATTNLAB_INTERPRET=0 python -m attnlab.inspect.resources --write"
-H200 = Target(kind="cuda", arch=90)
+H200 = Target(kind="cuda", arch=90, multiprocessors=H200_MULTIPROCESSORS)
 """What is listed where there is no GPU."""
 
 

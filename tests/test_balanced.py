@@ -105,7 +105,18 @@ def test_there_are_as_many_shares_as_programs_run_at_a_time() -> None:
     assert Balanced().shares(context(kv_heads=8)) == 66
     assert Balanced().shares(replace(context(kv_heads=8), v_dim=256)) == 33
     mla = replace(context(), heads=128, kv_heads=1, v_dim=512, mla=True)
-    assert Balanced().shares(mla) == 132 * 2 // 8  # its heads are eight tiles
+    assert Balanced().shares(mla) == 132 // 8  # its heads are eight tiles
+
+
+def test_few_requests_have_one_program_a_multiprocessor_and_8_bits_two() -> None:
+    many = replace(context(kv_heads=8), requests=9)
+    few = replace(many, requests=8)
+    assert [Balanced().shares(ctx) for ctx in (many, few)] == [66, 16]
+    assert [Balanced().shares(replace(ctx, kv_itemsize=1)) for ctx in (many, few)] == [66, 33]
+    assert Balanced().shares(replace(few, v_dim=256)) == 33
+    assert Balanced().shares(replace(few, heads=32, drafts=4, kv_itemsize=1)) == 33
+    stand = Stand(TOY.but(policy=Balanced(), lens=(5,)), "eager", "cpu")
+    assert stand.plan().lanes[0].schedule.programs == 132  # plans tell the policy how many requests there are
 
 
 def test_drafts_that_share_a_tile_have_one_program_a_multiprocessor() -> None:
@@ -180,10 +191,10 @@ def test_many_ranges_of_wide_values_are_merged_a_few_columns_at_a_time(engine: s
 def test_tiles_of_the_merge_follow_the_number_of_ranges() -> None:
     wide, target = MLA.spec(), Target(kind="cuda", arch=90)
     for ranges, tiles in {1: (8, 512, 1), 8: (8, 512, 1), 21: (32, 128, 4), 66: (64, 64, 8)}.items():
-        made = merge_constants(spec=wide, target=target, has_lse=False, persistent=True, ranges=ranges)
+        made = merge_constants(spec=wide, target=target, has_lse=False, persistent=True, ranges=ranges, owners=8)
         assert (made["BLOCK_S"], made["BLOCK_V"], made["DIM_TILES"]) == tiles
     for spec, persistent in ((wide, False), (GQA.spec(), True)):
-        made = merge_constants(spec=spec, target=target, has_lse=False, persistent=persistent, ranges=66)
+        made = merge_constants(spec=spec, target=target, has_lse=False, persistent=persistent, ranges=66, owners=8)
         assert made["DIM_TILES"] == 1
 
 
@@ -201,7 +212,7 @@ def test_times_have_a_row_for_every_program(monkeypatch: pytest.MonkeyPatch, tmp
     with record(stand.backend, times=True) as trace:
         stand.run()
     schedule = stand.plan().lanes[0].schedule
-    assert len(trace.calls[0].times) == schedule.programs == 528
+    assert len(trace.calls[0].times) == schedule.programs == 132
     trace.save(tmp_path / "t")
     for call in (trace.calls[0], Trace.load(tmp_path / "t").calls[0]):
         assert torch.equal(call.program_indptr, schedule.program_indptr)

@@ -73,9 +73,9 @@ PAIRS: list[tuple[Callable[[], Any], tuple[int | None, ...]]] = [
     (lambda: SplitConfig.choose(LATENT, H200, fp32=False), (32, 8, 1)),
     (lambda: SplitConfig.choose(spec(8, 8), TARGETS[3], fp32=False), (64, 4, 2)),
     (lambda: SplitConfig.choose(LLAMA, INTERPRETER, fp32=True), (256, 4, 1)),
-    (lambda: SharesConfig.choose(GEMMA, H200, compute=BF16, kv_dtype=BF16), (64, 4, 3)),
-    (lambda: SharesConfig.choose(LLAMA, H200, compute=FP32, kv_dtype=FP32), (32, 8, 2)),
-    (lambda: SharesConfig.choose(LLAMA, TARGETS[2], compute=BF16, kv_dtype=BF16), (32, 4, 1)),
+    (lambda: SharesConfig.choose(GEMMA, H200, compute=BF16, kv_dtype=BF16, held=4), (64, 4, 3)),
+    (lambda: SharesConfig.choose(LLAMA, H200, compute=FP32, kv_dtype=FP32, held=4), (32, 8, 2)),
+    (lambda: SharesConfig.choose(LLAMA, TARGETS[2], compute=BF16, kv_dtype=BF16, held=4), (32, 4, 1)),
     (lambda: LatentConfig.choose(H200), (64, 8, 2)),
     (lambda: HopperConfig.choose(GEMMA, H200), (128, 64, 8, 2, None)),
     (lambda: HopperConfig.choose(SMOL, H200), (128, 64, 8, 2, 128)),
@@ -120,7 +120,7 @@ def test_all_shapes_that_are_compiled_have_a_row_on_every_target() -> None:
         for target in TARGETS:
             of, view = shape.spec(), shape.view()
             dtypes = {"compute": shape.dtype, "kv_dtype": view.k.dtype}
-            SharesConfig.choose(of, target, **dtypes)
+            SharesConfig.choose(of, target, **dtypes, held=4)
             for rows in (1, 64, None):
                 ExtendConfig.choose(of, target, **dtypes, masked=shape.masked, most=rows)
                 VerifyConfig.choose(of, target, **dtypes, masked=shape.masked, rows=rows)
@@ -133,15 +133,16 @@ def test_all_shapes_that_are_compiled_have_a_row_on_every_target() -> None:
     st.sampled_from([BF16, torch.float16, FP32, FP8]),
     st.tuples(st.booleans(), st.booleans(), st.booleans()),
     st.integers(1, 600),
+    st.integers(1, 5),
     st.sampled_from(TARGETS),
 )
 def test_no_shape_that_is_drawn_gets_a_config_that_is_refused(
-    qk_dim: int, v_dim: int, compute: torch.dtype, kv: torch.dtype, flags: Any, rows: int, target: Target
+    qk_dim: int, v_dim: int, compute: torch.dtype, kv: torch.dtype, flags: Any, rows: int, held: int, target: Target
 ) -> None:
     """The check of the table tries one shape of each kind; here any."""
     masked, bounded, modifier = flags
     drawn = {"qk_dim": qk_dim, "v_dim": v_dim, "group": 4, "compute": compute, "kv": kv, "masked": masked}
-    drawn |= {"modifier": modifier, "rows": rows, "bounded": bounded}
+    drawn |= {"modifier": modifier, "rows": rows, "bounded": bounded, "held": held}
     for kernel in ("decode_split", "decode_shares", "verify_split", "verify_shares", "extend"):
         shape = {word: drawn[word] for word in KERNELS[kernel].words}
         row = tuning.current().row(kernel, target, shape)

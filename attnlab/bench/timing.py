@@ -16,6 +16,9 @@ ROUNDS, MOST_REPLAYS, LEAST_REPLAYS = 5, 20, 2
 """Turns that each engine takes, and replays in one of them."""
 TURN_US = 10_000.0
 """About how long a turn is."""
+CHAIN_US, MOST_CHAINED = 400.0, 20
+"""About how long a replay is, if so many calls in one graph make it so: what a launch of a graph costs, some
+microseconds, is not the calls'. A server's graph holds all layers of a step, too."""
 SWEPT_BYTES = 256 << 20
 """Read before a cold replay: more than any L2 cache holds."""
 
@@ -90,33 +93,43 @@ class _Waited:
 
 
 class GraphTimer:
-    """CUDA events around replays of a graph that holds one call."""
+    """CUDA events around replays of a graph that holds a call, or several times a short one, one behind the other."""
 
     name, rounds = "CUDA-graph replays", ROUNDS
 
     def hold(self, call: Callable[[], Any]) -> Held:
         """Capture the call. What it answers is set to NaN then: an answer that is right was made by a replay."""
-        return _Replayed(*_captured(call))
+        return _Replayed(call)
 
 
 class _Replayed:
-    def __init__(self, graph: torch.cuda.CUDAGraph, answer: Any) -> None:
-        self.graph, self.answer = graph, answer
-        graph.replay()
-        once = min(_replayed(graph, 3))
-        self.turn = max(LEAST_REPLAYS, min(MOST_REPLAYS, round(TURN_US / max(once, 1.0))))
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call = call  # a graph reads the memory of what it was captured from, and does not hold it
+        self.graph, self.answer = _captured(call, 1)
+        self.graph.replay()
+        once = max(1.0, min(_replayed(self.graph, 3)))
+        self.turn = max(LEAST_REPLAYS, min(MOST_REPLAYS, round(TURN_US / once)))
+        self.chained = max(1, min(MOST_CHAINED, round(CHAIN_US / once)))
+        self.chain = self.graph
+        self.own, self.last = self.answer, self.answer
+        if self.chained > 1:
+            self.chain, self.last = _captured(call, self.chained)
 
     def repeat(self, *, cold: bool) -> list[float]:
-        self.graph.replay()  # not timed: what ran before it belongs to another
-        return _swept(self.graph, self.turn) if cold else _replayed(self.graph, self.turn)
+        graph, self.answer = (self.graph, self.own) if cold else (self.chain, self.last)
+        graph.replay()  # not timed: what ran before it belongs to another
+        if cold:
+            return _swept(graph, self.turn)
+        return [took / self.chained for took in _replayed(graph, max(LEAST_REPLAYS, self.turn // self.chained))]
 
 
-def _captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+def _captured(call: Callable[[], Any], times: int) -> tuple[torch.cuda.CUDAGraph, Any]:
     gc.disable()  # a graph that the collector frees while another is captured breaks the capture
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            answer = call()
+            for _ in range(times):
+                answer = call()
     finally:
         gc.enable()
     for x in answer if isinstance(answer, list | tuple) else [answer]:

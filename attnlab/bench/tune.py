@@ -23,7 +23,9 @@ from attnlab.kernels.tuning import using
 from attnlab.kernels.tuning.checks import refused, served
 from attnlab.kernels.tuning.rows import INTERPRETER, KERNELS, Row, Table, names_of
 from attnlab.memory.pool import KVView, compute_dtype
-from attnlab.plan.tiles import LATENT_TILE, shares_tile
+from attnlab.plan.policies.balanced import Balanced
+from attnlab.plan.policy import SplitContext
+from attnlab.plan.tiles import LATENT_TILE, head_tiles, shares_tile
 
 Config = dict[str, int | None]
 
@@ -140,7 +142,8 @@ def launched(work: Workload, target: Target) -> dict[str, Callable[[], object]]:
         split = {"decode_split": lambda: decode.SplitConfig.choose(spec, target, fp32=fp32)}
         if packs and tile == LATENT_TILE:
             return {**split, "decode_latent": lambda: decode_latent.LatentConfig.choose(target)}
-        return {**split, "decode_shares": lambda: decode_shares.SharesConfig.choose(spec, target, **dtypes)}
+        held = _held(work, target)
+        return {**split, "decode_shares": lambda: decode_shares.SharesConfig.choose(spec, target, **dtypes, held=held)}
     if work.mode == "verify":
         how: dict[str, Any] = {**dtypes, "masked": False, "rows": rows}  # masks of drafts leave cached keys alone
         return {
@@ -152,6 +155,22 @@ def launched(work: Workload, target: Target) -> dict[str, Callable[[], object]]:
         return {"extend_hopper": lambda: extend_hopper.HopperConfig.choose(spec, target)}
     most = None if one_pass else work.new
     return {"extend": lambda: extend.ExtendConfig.choose(spec, target, **dtypes, masked=False, most=most)}
+
+
+def _held(work: Workload, target: Target) -> int:
+    """Return how many programs of even shares a multiprocessor holds of a decode."""
+    spec = work.attention
+    ctx = SplitContext(
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        v_dim=spec.v_dim,
+        mla=work.mla,
+        context_len=max(work.lens),
+        multiprocessors=target.multiprocessors,
+        requests=work.requests,
+        kv_itemsize=work.kv_dtype.itemsize,
+    )
+    return target.held(Balanced().shares(ctx) * spec.kv_heads * head_tiles(spec.group))
 
 
 def _has_tiles(work: Workload) -> bool:

@@ -36,7 +36,7 @@ from attnlab.kernels import (
     verify,
     verify_shares,
 )
-from attnlab.kernels.launch import merge_options
+from attnlab.kernels.launch import merge_options, stored
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView
 from attnlab.mods.registry import score_mods
@@ -45,9 +45,9 @@ from attnlab.plan.policies import seed, tile
 from attnlab.spec import AttentionSpec
 
 TARGETS = {
-    "sm_80": Target(kind="cuda", arch=80),
-    "sm_90": Target(kind="cuda", arch=90),
-    "sm_100": Target(kind="cuda", arch=100),
+    "sm_80": Target(kind="cuda", arch=80, multiprocessors=108),
+    "sm_90": Target(kind="cuda", arch=90, multiprocessors=132),
+    "sm_100": Target(kind="cuda", arch=100, multiprocessors=148),
     "gfx942": Target(kind="hip"),
 }
 TYPES = {
@@ -56,6 +56,7 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.uint8: "u8",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -324,15 +325,16 @@ def _split_variant(shape: Shape, target: Target) -> Variant:
     )
 
 
-def _shares_variant(shape: Shape, target: Target) -> Variant:
+def _shares_variant(shape: Shape, target: Target, *, held: int = 4) -> Variant:
     constants, options = decode_shares.shares_constants(
-        spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype, has_lse=True
+        spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype, has_lse=True, held=held
     )
-    split = _split_variant(shape, target)
+    k, v = stored(shape.view())
+    pointers = {**_split_variant(shape, target).pointers, "k_ptr": k.dtype, "v_ptr": v.dtype}
     return Variant(
-        name=f"shares: {shape.name}",
+        name=f"shares: {shape.name}" + (f", {held} a multiprocessor" if held < 4 else ""),
         kernel=decode_shares._decode_shares_kernel,
-        pointers={**split.pointers, "out_ptr": shape.dtype, "lse_ptr": torch.float32, "sinks_ptr": shape.dtype},
+        pointers={**pointers, "out_ptr": shape.dtype, "lse_ptr": torch.float32, "sinks_ptr": shape.dtype},
         constants={**constants, "TIMES": False, "times_ptr": None},
         options=options,
     )
@@ -433,12 +435,22 @@ def _verify_variant(shape: Shape, target: Target, *, rows: int | None = None) ->
 
 def _verify_shares_variant(shape: Shape, target: Target, *, rows: int) -> Variant:
     constants, options = verify_shares.verify_shares_constants(
-        spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype, rows=rows, masked=shape.masked
+        spec=shape.spec(),
+        view=shape.view(),
+        target=target,
+        q_dtype=shape.dtype,
+        rows=rows,
+        masked=shape.masked,
+        ordered=not shape.masked,
+        new_masked=shape.masked,
+        read_new=True,
+        has_lse=True,
     )
+    k, v = stored(shape.view())
     return Variant(
         name=f"verify shares: {shape.name}, {rows} rows",
         kernel=verify_shares._verify_shares_kernel,
-        pointers=_several(shape),
+        pointers={**_several(shape), "k_ptr": k.dtype, "v_ptr": v.dtype},
         constants=constants,
         options=options,
     )
@@ -454,6 +466,7 @@ def _verify_merge_variant(shape: Shape, target: Target) -> Variant:
         masked=shape.masked,
         read_new=True,
         has_lse=shape.sinks,
+        skips_alone=False,
     )
     return Variant(
         name=f"verify merge: {shape.name}",
@@ -481,7 +494,7 @@ def _merge_variant(shape: Shape, target: Target, *, shared_ranges: int | None = 
         kernel=decode._decode_merge_kernel,
         pointers={**dict.fromkeys(names, torch.float32), "out_ptr": shape.dtype},
         constants=decode.merge_constants(
-            spec=shape.spec(), target=target, has_lse=True, persistent=shared, ranges=shared_ranges or 1
+            spec=shape.spec(), target=target, has_lse=True, persistent=shared, ranges=shared_ranges or 1, owners=64
         ),
         options=merge_options(target, num_warps=4),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attnlab._triton import jit, tl
+from attnlab.kernels.pairs import LIFT, load_pairs
 from attnlab.mods.softcap import soft_cap_triton
 from attnlab.mods.temperature import temperature_triton
 
@@ -15,6 +16,22 @@ def slot_offsets(slots, stride_page, stride_slot, PAGE_SIZE: tl.constexpr):
     else:
         offsets = (slots // PAGE_SIZE) * stride_page + (slots % PAGE_SIZE) * stride_slot
     return offsets
+
+
+@jit
+def load_segment(segments_ptr, number, live):
+    """A segment of a schedule: request, KV head, first and last entry, partial; zeros where not `live`.
+
+    Programs of even shares load the next one while they read the keys of this one: what they wait for, at the start of
+    a segment, is where its request's list begins, and then the list itself.
+    """
+    row = segments_ptr + number * 5
+    req = tl.load(row, mask=live, other=0)
+    kv_head = tl.load(row + 1, mask=live, other=0)
+    first = tl.load(row + 2, mask=live, other=0)
+    last = tl.load(row + 3, mask=live, other=0)
+    partial = tl.load(row + 4, mask=live, other=0)
+    return req, kv_head, first, last, partial
 
 
 @jit
@@ -45,6 +62,27 @@ def load_queries(
 
 
 @jit
+def load_keys(rows, mask_rows, FIRST: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, COMPUTE: tl.constexpr):
+    """Columns of keys or values: a tile; where they are stored in pairs (kernels/pairs.py), even and odd columns."""
+    if rows.dtype.element_ty == tl.int16:
+        tile = load_pairs(rows, mask_rows, FIRST, BLOCK, DIM, COMPUTE)
+    else:
+        tile = load_tile(rows, mask_rows, FIRST, BLOCK, DIM, COMPUTE)
+    return tile
+
+
+@jit
+def products_of(q, k, PACKED: tl.constexpr, PAIRS: tl.constexpr):
+    """[rows, keys] dot products of tiles, or of even and odd columns."""
+    if PAIRS:
+        products = dots(q[0], k[0], PACKED)
+        products += dots(q[1], k[1], PACKED)
+    else:
+        products = dots(q, k, PACKED)
+    return products
+
+
+@jit
 def dots(q, k, PACKED: tl.constexpr):
     """[rows, keys] dot products: on tensor cores for a packed group, elementwise for a single query head."""
     if PACKED:
@@ -62,6 +100,18 @@ def weighted_sum(p, v, PACKED: tl.constexpr, BLOCK_N: tl.constexpr):
     else:
         total = tl.sum(tl.reshape(p, (BLOCK_N, 1)) * v.to(tl.float32), 0)[None, :]
     return total
+
+
+@jit
+def faded_and_more(acc, fade, p, v, PACKED: tl.constexpr, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The accumulator, faded, and the values of another tile; of pairs a pair."""
+    if PAIRS:
+        even = acc[0] * fade[:, None] + weighted_sum(p, v[0], PACKED, BLOCK_N)
+        odd = acc[1] * fade[:, None] + weighted_sum(p, v[1], PACKED, BLOCK_N)
+        acc = (even, odd)
+    else:
+        acc = acc * fade[:, None] + weighted_sum(p, v, PACKED, BLOCK_N)
+    return acc
 
 
 @jit
@@ -143,9 +193,11 @@ def score_tile(
 
     `k` are the main columns of the keys, `q_rest` the queries' other ones, read only where BLOCK_R is not 0.
     """
-    products = dots(q, k, PACKED)
+    PAIRS: tl.constexpr = k_rows.dtype.element_ty == tl.int16
+    products = products_of(q, k, PACKED, PAIRS)
     if BLOCK_R > 0:
-        products += dots(q_rest, load_tile(k_rows, mask_n, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE), PACKED)
+        k_rest = load_keys(k_rows, mask_n, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE)
+        products += products_of(q_rest, k_rest, PACKED, PAIRS)
     return score_pipeline(
         products,
         q_pos,
@@ -204,7 +256,9 @@ def attend_tile(
     The state is the largest score, the sum of exp(score - largest), and the values weighted likewise. `k_rows` and
     `v_rows` point at the keys and values; where V_IS_K_TILE the values are the main columns of the keys.
     """
-    k = load_tile(k_rows, mask_n, 0, BLOCK_D, QK_DIM, COMPUTE)
+    PAIRS: tl.constexpr = k_rows.dtype.element_ty == tl.int16
+    LN_2: tl.constexpr = 0.6931471805599453
+    k = load_keys(k_rows, mask_n, 0, BLOCK_D, QK_DIM, COMPUTE)
     scores = score_tile(
         q,
         q_rest,
@@ -233,16 +287,74 @@ def attend_tile(
     )
     new_max = tl.maximum(running_max, tl.max(scores, 1))
     shift = finite_or_zero(new_max)
-    p = tl.exp(scores - shift[:, None])
+    p = tl.exp(scores - (shift - LIFT * LN_2 if PAIRS else shift)[:, None])
     fade = tl.exp(running_max - shift)
     # Only now: values that are loaded before the exponentials would hold registers meanwhile.
     if V_IS_K_TILE:
         v = k
     else:
-        v = load_tile(v_rows, mask_n, 0, BLOCK_V, V_DIM, COMPUTE)
-    acc = acc * fade[:, None] + weighted_sum(p, v, PACKED, BLOCK_N)
+        v = load_keys(v_rows, mask_n, 0, BLOCK_V // 2 if PAIRS else BLOCK_V, V_DIM, COMPUTE)
+    acc = faded_and_more(acc, fade, p, v, PACKED, PAIRS, BLOCK_N)
     running_sum = running_sum * fade + tl.sum(p, 1)
     return new_max, running_sum, acc
+
+
+@jit
+def attend_plain_tile(
+    running_max,
+    running_sum,
+    acc,
+    q,
+    q_rest,
+    k_rows,
+    v_rows,
+    mask_n,
+    visible,
+    factor,
+    QK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    V_IS_K_TILE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """The step of `attend_tile` for scores that are products times a number above 0, and nothing else: half its work.
+
+    `factor` is that number times log2(e): one multiply-add makes the exponent of 2 of a product, which the hardware
+    raises as it is. The largest score is kept times log2(e), too, until `natural` has it.
+    """
+    PAIRS: tl.constexpr = k_rows.dtype.element_ty == tl.int16
+    k = load_keys(k_rows, mask_n, 0, BLOCK_D, QK_DIM, COMPUTE)
+    products = products_of(q, k, True, PAIRS)
+    if BLOCK_R > 0:
+        k_rest = load_keys(k_rows, mask_n, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE)
+        products += products_of(q_rest, k_rest, True, PAIRS)
+    if visible is not None:
+        products = tl.where(visible, products, float("-inf"))
+    new_max = tl.maximum(running_max, tl.max(products, 1) * factor)
+    shift = finite_or_zero(new_max)
+    fade = tl.exp2(running_max - shift)
+    if PAIRS:
+        p = tl.exp2(products * factor[:, None] - (shift - LIFT)[:, None])
+    else:
+        p = tl.exp2(products * factor - shift[:, None])
+    # Only now, as in `attend_tile`.
+    if V_IS_K_TILE:
+        v = k
+    else:
+        v = load_keys(v_rows, mask_n, 0, BLOCK_V // 2 if PAIRS else BLOCK_V, V_DIM, COMPUTE)
+    acc = faded_and_more(acc, fade, p, v, True, PAIRS, BLOCK_N)
+    running_sum = running_sum * fade + tl.sum(p, 1)
+    return new_max, running_sum, acc
+
+
+@jit
+def natural(running_max):
+    """The largest score, of what `attend_plain_tile` keeps of it."""
+    LN_2: tl.constexpr = 0.6931471805599453
+    return running_max * LN_2
 
 
 @jit

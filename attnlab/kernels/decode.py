@@ -23,6 +23,8 @@ from attnlab.plan.call import DecodeCall
 from attnlab.plan.tiles import HEAD_TILE, head_tiles
 from attnlab.spec import AttentionSpec
 
+MERGERS = 16
+"""Programs of a merge that a multiprocessor is given, at most, where most have nothing to merge."""
 LATENT_ABOVE = 256
 """Partials of values wider than that are merged by tiles that follow the number of ranges: those of latent rows."""
 
@@ -113,7 +115,8 @@ def decode_merge(call: DecodeCall, *, target: Target) -> None:
     Computes: with M = max of the partials' maxima and of the sink, out = v_scale * sum exp(max - M) acc / Z and
     lse = M + ln Z, where Z = sum exp(max - M) sum + exp(sink - M). Nothing seen: out 0, lse -inf (the sink, if any).
     Shapes: as `DecodeCall` has them.
-    Grid: (requests, query heads, dim tiles): a program owns one row of the output, or some of its columns.
+    Grid: (requests x KV heads, query heads of a group, dim tiles): a program owns one row of the output, or some of its
+    columns; under even shares, where most partials are alone and no row is to be merged, up to a few rows.
     Reads/writes: partials that segments own, through `merge_indptr`; never a row that nobody wrote.
     """
     out, partials = call.out, call.partials
@@ -121,18 +124,21 @@ def decode_merge(call: DecodeCall, *, target: Target) -> None:
         return
     rows = written(out, target)
     lse = partials.max if call.lse is None else call.lse
+    owners = out.shape[0] * call.spec.kv_heads
     constants = merge_constants(
         spec=call.spec,
         target=target,
         has_lse=call.lse is not None,
         persistent=call.lane.schedule.persistent,
-        ranges=-(-call.lane.schedule.partials // (out.shape[0] * call.spec.kv_heads)),
+        ranges=-(-call.lane.schedule.partials // owners),
+        owners=owners,
     )
-    _decode_merge_kernel[(out.shape[0], call.spec.heads, constants["DIM_TILES"])](
+    _decode_merge_kernel[(-(-owners // constants["OWNERS"]), call.spec.group, constants["DIM_TILES"])](
         partials.acc,
         partials.max,
         partials.sum,
         call.lane.schedule.merge_indptr,
+        owners,
         partials.max if call.sinks is None else call.sinks,
         rows,
         lse,
@@ -149,11 +155,12 @@ def decode_merge(call: DecodeCall, *, target: Target) -> None:
 
 
 def merge_constants(
-    *, spec: AttentionSpec, target: Target, has_lse: bool, persistent: bool, ranges: int
+    *, spec: AttentionSpec, target: Target, has_lse: bool, persistent: bool, ranges: int, owners: int
 ) -> dict[str, Any]:
     """Return the merge kernel's compile-time arguments; under a `persistent` schedule lone partials are answers.
 
-    `ranges`: of how many a request has partials, in the mean of what the schedule has room for.
+    `ranges`: of how many a request has partials, in the mean of what the schedule has room for; `owners`: how many
+    pairs of a request and a KV head there are.
     """
     block_v = padded(spec.v_dim)
     block_s = max(4, 2048 // block_v)
@@ -162,17 +169,20 @@ def merge_constants(
         # many partials few columns at a time, so that programs are many and need not walk far.
         block_s = min(64, padded(ranges)) if ranges > 8 else 8
         block_v = min(block_v, 4096 // block_s)
+    dim_tiles = padded(spec.v_dim) // block_v
+    most = max(1, MERGERS * target.multiprocessors // (spec.group * dim_tiles))
     return {
         "KV_HEADS": spec.kv_heads,
         "GROUP": spec.group,
         "V_DIM": spec.v_dim,
         "BLOCK_V": block_v,
         "BLOCK_S": block_s,
-        "DIM_TILES": padded(spec.v_dim) // block_v,
+        "DIM_TILES": dim_tiles,
         "HAS_SINKS": spec.has_sinks,
         "HAS_LSE": has_lse,
         "PDL": target.has_pdl,
         "SKIPS_ALONE": persistent,
+        "OWNERS": 1 << (-(-owners // most) - 1).bit_length() if persistent else 1,
     }
 
 
@@ -302,11 +312,14 @@ def _decode_split_kernel(
 
 
 @jit
-def _decode_merge_kernel(
+def merge_row(
+    req,
+    head,
+    first,
+    last,
     acc_ptr,
     max_ptr,
     sum_ptr,
-    merge_indptr_ptr,
     sinks_ptr,
     out_ptr,
     lse_ptr,
@@ -315,7 +328,6 @@ def _decode_merge_kernel(
     out_stride_head,
     lse_stride_token,
     lse_stride_head,
-    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     V_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -323,26 +335,14 @@ def _decode_merge_kernel(
     DIM_TILES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
-    PDL: tl.constexpr,
-    SKIPS_ALONE: tl.constexpr,
 ):
-    if PDL:
-        wait_for_earlier()
-    # 1. What is mine: one query head of one request, and where its partials lie.
-    req = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    owner = merge_indptr_ptr + req * KV_HEADS + head // GROUP
-    first = tl.load(owner)
-    last = tl.load(owner + 1)
-    if SKIPS_ALONE:  # noqa: SIM102  (a constant of the compilation, then a number of the device)
-        if last - first == 1:  # its answer was written where the one partial was made
-            return
+    """Merge partials `first` to `last` into a row of the output, or a tile of its columns."""
     offs_v = tl.arange(0, BLOCK_V)
     if DIM_TILES > 1:
         offs_v += tl.program_id(2) * BLOCK_V
     mask_v = offs_v < V_DIM
 
-    # 2. Merge them in key order, a few at a time.
+    # Merge them in key order, a few at a time.
     running_max = float("-inf")
     running_sum = 0.0
     acc = tl.zeros([BLOCK_V], tl.float32)
@@ -365,13 +365,13 @@ def _decode_merge_kernel(
         running_sum = running_sum * fade + tl.sum(weights * sums, 0)
         running_max = new_max
 
-    # 3. The sink joins the denominator once, whatever the number of splits.
+    # The sink joins the denominator once, whatever the number of splits.
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
         running_max, running_sum, fade = join_sink(running_max, running_sum, sink)
         acc = acc * fade
 
-    # 4. Normalise. Nothing seen: out 0, lse -inf. Every tile of columns has found the same LSE.
+    # Normalise. Nothing seen: out 0, lse -inf. Every tile of columns has found the same LSE.
     nothing = running_sum == 0.0
     out = acc / tl.where(nothing, 1.0, running_sum) * v_scale
     out_row = out_ptr + req * out_stride_token + head * out_stride_head
@@ -379,3 +379,75 @@ def _decode_merge_kernel(
     if HAS_LSE:
         lse = running_max + tl.log(tl.where(nothing, 1.0, running_sum))
         tl.store(lse_ptr + req * lse_stride_token + head * lse_stride_head, lse)
+
+
+@jit(do_not_specialize=("owners",))
+def _decode_merge_kernel(
+    acc_ptr,
+    max_ptr,
+    sum_ptr,
+    merge_indptr_ptr,
+    owners,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    v_scale,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_token,
+    lse_stride_head,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    DIM_TILES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    PDL: tl.constexpr,
+    SKIPS_ALONE: tl.constexpr,
+    OWNERS: tl.constexpr,
+):
+    if PDL:
+        wait_for_earlier()
+    # 1. What is mine: a query head of a group, in one of the request's KV heads, or in one of a few whose partials are
+    # mostly alone: what was answered where it was made is passed over, some at a time.
+    member = tl.program_id(1)
+    if SKIPS_ALONE:
+        mine = tl.program_id(0) + tl.arange(0, OWNERS) * tl.num_programs(0)
+        begins = tl.load(merge_indptr_ptr + mine, mask=mine < owners, other=0)
+        ends = tl.load(merge_indptr_ptr + mine + 1, mask=mine < owners, other=1)
+        if tl.sum((ends - begins != 1).to(tl.int32), 0) == 0:
+            return
+    for number in range(OWNERS):
+        owner = tl.program_id(0) + number * tl.num_programs(0)
+        first = tl.load(merge_indptr_ptr + owner, mask=owner < owners, other=0)
+        last = tl.load(merge_indptr_ptr + owner + 1, mask=owner < owners, other=1)
+        wanted = owner < owners
+        if SKIPS_ALONE:
+            wanted = wanted & (last - first != 1)
+        if wanted:
+            merge_row(
+                (owner // KV_HEADS).to(tl.int64),
+                (owner % KV_HEADS * GROUP + member).to(tl.int64),
+                first,
+                last,
+                acc_ptr,
+                max_ptr,
+                sum_ptr,
+                sinks_ptr,
+                out_ptr,
+                lse_ptr,
+                v_scale,
+                out_stride_token,
+                out_stride_head,
+                lse_stride_token,
+                lse_stride_head,
+                GROUP,
+                V_DIM,
+                BLOCK_V,
+                BLOCK_S,
+                DIM_TILES,
+                HAS_SINKS,
+                HAS_LSE,
+            )

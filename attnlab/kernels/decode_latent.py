@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from attnlab._triton import device_clock, jit, multiprocessor, release_dependents, tl
+from attnlab._triton import device_clock, jit, multiprocessor, release_dependents, tl, wait_for_earlier
 from attnlab.kernels.core import (
     finite_or_zero,
     join_sink,
@@ -27,7 +27,7 @@ from attnlab.kernels.core import (
     store_states,
     write_rows,
 )
-from attnlab.kernels.launch import lifted, narrow, scales_last, slot_stride, tile_constants, written
+from attnlab.kernels.launch import early_launch, lifted, narrow, plain_scores, slot_stride, tile_constants, written
 from attnlab.kernels.target import Target
 from attnlab.kernels.tuning import tuned
 from attnlab.memory.pool import KVView, compute_dtype
@@ -125,14 +125,14 @@ def latent_constants(
         "BLOCK_H": LATENT_TILE,
         **tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n),
         # Then a score is a product times a positive number, and largest products are largest scores.
-        "PLAIN": scales_last(spec.scale, view.k_scale) and spec.softcap is None and spec.temperature_len is None,
+        "PLAIN": plain_scores(spec, view),
         "HAS_SINKS": spec.has_sinks,
         "HAS_LSE": has_lse,
         "NARROW": narrow(view.k, view.v),
         "STAGES": config.num_stages,
         "PDL": target.has_pdl,
     }
-    return constants, {"num_warps": config.num_warps}
+    return constants, {"num_warps": config.num_warps, **early_launch(target)}
 
 
 @jit(do_not_specialize=("flag",))
@@ -188,6 +188,8 @@ def _decode_latent_kernel(
     PDL: tl.constexpr,
     TIMES: tl.constexpr,
 ):
+    if PDL:
+        wait_for_earlier()
     if TIMES:
         began = device_clock()
     tl.static_assert(V_IS_K_TILE and BLOCK_R > 0 and MOD is None)

@@ -12,9 +12,30 @@ from typing import Any
 
 import torch
 
-from attnlab._triton import device_clock, jit, multiprocessor, release_dependents, tl
-from attnlab.kernels.core import attend_tile, join_sink, load_queries, slot_offsets, store_states, write_rows
-from attnlab.kernels.launch import lifted, narrow, slot_stride, tile_constants, written
+from attnlab._triton import device_clock, jit, multiprocessor, release_dependents, tl, wait_for_earlier
+from attnlab.kernels.core import (
+    attend_plain_tile,
+    attend_tile,
+    join_sink,
+    load_queries,
+    load_segment,
+    natural,
+    slot_offsets,
+    store_states,
+    write_rows,
+)
+from attnlab.kernels.launch import (
+    early_launch,
+    lifted,
+    narrow,
+    pair_constants,
+    plain_scores,
+    slot_stride,
+    stored,
+    tile_constants,
+    written,
+)
+from attnlab.kernels.pairs import join_columns, load_paired_queries
 from attnlab.kernels.target import Target
 from attnlab.kernels.tuning import tuned
 from attnlab.memory.pool import KVView, compute_dtype
@@ -33,9 +54,12 @@ class SharesConfig:
 
     @classmethod
     def choose(
-        cls, spec: AttentionSpec, target: Target, *, compute: torch.dtype, kv_dtype: torch.dtype
+        cls, spec: AttentionSpec, target: Target, *, compute: torch.dtype, kv_dtype: torch.dtype, held: int
     ) -> SharesConfig:
-        """Return the choice of the table (`attnlab.kernels.tuning`)."""
+        """Return the choice of the table (`attnlab.kernels.tuning`) where a multiprocessor holds so many programs.
+
+        The fewer programs, the more keys each must have on their way: about 128 KB of them on a multiprocessor.
+        """
         return cls(
             **tuned(
                 "decode_shares",
@@ -45,6 +69,7 @@ class SharesConfig:
                 compute=compute,
                 kv=kv_dtype,
                 modifier=spec.mod is not None,
+                held=held,
             )
         )
 
@@ -61,16 +86,23 @@ def decode_shares(call: DecodeCall, *, target: Target) -> None:
     if call.out.shape[0] == 0:
         return
     q = lifted(q, target)
+    k, v = stored(view)
     rows = written(call.out, target)
     lse = partials.max if call.lse is None else call.lse
     bias = q if call.aux is None else call.aux  # any tensor will do where no modifier reads it
+    grid = (schedule.programs, head_tiles(spec.group))
     constants, options = shares_constants(
-        spec=spec, view=view, target=target, q_dtype=call.q.dtype, has_lse=call.lse is not None
+        spec=spec,
+        view=view,
+        target=target,
+        q_dtype=call.q.dtype,
+        has_lse=call.lse is not None,
+        held=target.held(grid[0] * grid[1]),
     )
-    _decode_shares_kernel[(schedule.programs, head_tiles(spec.group))](
+    _decode_shares_kernel[grid](
         q,
-        view.k,
-        view.v,
+        k,
+        v,
         call.lane.layout.index.slots,
         call.lane.layout.index.indptr,
         call.lane.layout.start,
@@ -90,12 +122,12 @@ def decode_shares(call: DecodeCall, *, target: Target) -> None:
         view.v_scale,
         q.stride(0),
         q.stride(1),
-        view.k.stride(0),  # between pages; where PAGE_SIZE is 1 it goes unread
-        slot_stride(view, view.k),
-        view.k.stride(-2),
-        view.v.stride(0),
-        slot_stride(view, view.v),
-        view.v.stride(-2),
+        k.stride(0),  # between pages; where PAGE_SIZE is 1 it goes unread
+        slot_stride(view, k),
+        k.stride(-2),
+        v.stride(0),
+        slot_stride(view, v),
+        v.stride(-2),
         bias.stride(0),
         bias.stride(1),
         bias.shape[2],
@@ -112,23 +144,29 @@ def decode_shares(call: DecodeCall, *, target: Target) -> None:
 
 
 def shares_constants(
-    *, spec: AttentionSpec, view: KVView, target: Target, q_dtype: torch.dtype, has_lse: bool
+    *, spec: AttentionSpec, view: KVView, target: Target, q_dtype: torch.dtype, has_lse: bool, held: int
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on."""
+    """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on.
+
+    `held` is how many programs a multiprocessor holds at a time.
+    """
     compute = compute_dtype(q_dtype, view.k.dtype)
-    config = SharesConfig.choose(spec, target, compute=compute, kv_dtype=view.k.dtype)
+    config = SharesConfig.choose(spec, target, compute=compute, kv_dtype=view.k.dtype, held=held)
+    tiles = tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n)
     constants: dict[str, Any] = {
         "KV_HEADS": spec.kv_heads,
         "GROUP": spec.group,
         "BLOCK_H": HEAD_TILE,
-        **tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n),
+        **tiles,
+        **pair_constants(spec=spec, view=view, compute=tiles["COMPUTE"]),
+        "PLAIN": plain_scores(spec, view),
         "HAS_SINKS": spec.has_sinks,
         "HAS_LSE": has_lse,
         "NARROW": narrow(view.k, view.v),
         "STAGES": config.num_stages,
         "PDL": target.has_pdl,
     }
-    return constants, {"num_warps": config.num_warps}
+    return constants, {"num_warps": config.num_warps, **early_launch(target)}
 
 
 @jit
@@ -183,6 +221,7 @@ def _decode_shares_kernel(
     TEMPERATURE_LEN: tl.constexpr,
     MOD: tl.constexpr,
     COMPUTE: tl.constexpr,
+    PLAIN: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     NARROW: tl.constexpr,
@@ -190,35 +229,45 @@ def _decode_shares_kernel(
     PDL: tl.constexpr,
     TIMES: tl.constexpr,
 ):
+    if PDL:
+        wait_for_earlier()
     if TIMES:
         began = device_clock()
     # 1. What is mine: some segments, for up to 16 heads of a group. Strides may be large: offsets are 64-bit.
     PACKED: tl.constexpr = BLOCK_H > 1
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    PAIRS: tl.constexpr = k_ptr.dtype.element_ty == tl.int16
     member = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = member < GROUP
     number = tl.load(programs_ptr + tl.program_id(0))
     end = tl.load(programs_ptr + tl.program_id(0) + 1)
+    request, kv_head, first, last, partial = load_segment(segments_ptr, number, number < end)
+    list_start = tl.load(indptr_ptr + request)
+    list_end = tl.load(indptr_ptr + request + 1)
+    start = tl.load(start_ptr + request)
     while number < end:
-        segment = segments_ptr + number * 5
-        req = tl.load(segment).to(tl.int64)
-        kv_head = tl.load(segment + 1)
-        first = tl.load(segment + 2)
-        last = tl.load(segment + 3)
-        partial = tl.load(segment + 4).to(tl.int64)
+        ahead = load_segment(segments_ptr, number + 1, number + 1 < end)
+        req = request.to(tl.int64)
+        owner = merge_indptr_ptr + req * KV_HEADS + kv_head
+        partials = tl.load(owner + 1) - tl.load(owner)
         k_head_ptr = k_ptr + kv_head.to(tl.int64) * k_stride_head
         v_head_ptr = v_ptr + kv_head.to(tl.int64) * v_stride_head
-        list_start = tl.load(indptr_ptr + req)
-        list_end = tl.load(indptr_ptr + req + 1)
-        start = tl.load(start_ptr + req)
         q_pos = start + list_end - list_start - 1
         head = kv_head * GROUP + member
         q_rows = q_ptr + req * q_stride_token + head.to(tl.int64) * q_stride_head
-        q, q_rest = load_queries(q_rows, mask_h, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
+        if PAIRS:
+            q, q_rest, power = load_paired_queries(q_rows, mask_h, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
+            factor = scale * power
+        else:
+            q, q_rest = load_queries(q_rows, mask_h, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
+            factor = scale
 
         # 2. Its keys: whole tiles, which hide nothing but from a modifier that may look, then the rest of a tile.
         running_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
         running_sum = tl.zeros([BLOCK_H], tl.float32)
-        acc = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+        acc = tl.zeros([BLOCK_H, BLOCK_V // 2 if PAIRS else BLOCK_V], tl.float32)
+        if PAIRS:
+            acc = (acc, acc)
         whole = first + (last - first) // BLOCK_N * BLOCK_N
         for REST in tl.static_range(2):
             begin = whole if REST else first
@@ -235,45 +284,78 @@ def _decode_shares_kernel(
                     slots = tl.load(slots_ptr + list_start + entry)
                 if NARROW:
                     slots = slots.to(tl.int32)
-                running_max, running_sum, acc = attend_tile(
-                    running_max,
-                    running_sum,
-                    acc,
-                    q,
-                    q_rest,
-                    k_head_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE),
-                    v_head_ptr + slot_offsets(slots, v_stride_page, v_stride_slot, PAGE_SIZE),
-                    mask_n,
-                    visible,
-                    q_pos,
-                    (start + entry)[None, :],
-                    req,
-                    head[:, None],
-                    scale,
-                    softcap,
-                    aux_ptr,
-                    aux_stride_token,
-                    aux_stride_head,
-                    aux_width,
-                    QK_DIM,
-                    V_DIM,
-                    BLOCK_N,
-                    BLOCK_D,
-                    BLOCK_R,
-                    BLOCK_V,
-                    PACKED,
-                    V_IS_K_TILE,
-                    HAS_SOFTCAP,
-                    TEMPERATURE_LEN,
-                    MOD,
-                    COMPUTE,
-                )
+                k_rows = k_head_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE)
+                v_rows = v_head_ptr + slot_offsets(slots, v_stride_page, v_stride_slot, PAGE_SIZE)
+                if PLAIN:
+                    running_max, running_sum, acc = attend_plain_tile(
+                        running_max,
+                        running_sum,
+                        acc,
+                        q,
+                        q_rest,
+                        k_rows,
+                        v_rows,
+                        mask_n,
+                        visible,
+                        factor * LOG2_E,
+                        QK_DIM,
+                        V_DIM,
+                        BLOCK_N,
+                        BLOCK_D,
+                        BLOCK_R,
+                        BLOCK_V,
+                        V_IS_K_TILE,
+                        COMPUTE,
+                    )
+                else:
+                    running_max, running_sum, acc = attend_tile(
+                        running_max,
+                        running_sum,
+                        acc,
+                        q,
+                        q_rest,
+                        k_rows,
+                        v_rows,
+                        mask_n,
+                        visible,
+                        q_pos,
+                        (start + entry)[None, :],
+                        req,
+                        head[:, None],
+                        factor[:, None] if PAIRS else factor,
+                        softcap,
+                        aux_ptr,
+                        aux_stride_token,
+                        aux_stride_head,
+                        aux_width,
+                        QK_DIM,
+                        V_DIM,
+                        BLOCK_N,
+                        BLOCK_D,
+                        BLOCK_R,
+                        BLOCK_V,
+                        PACKED,
+                        V_IS_K_TILE,
+                        HAS_SOFTCAP,
+                        TEMPERATURE_LEN,
+                        MOD,
+                        COMPUTE,
+                    )
+
+        if PAIRS:
+            running_sum, acc = join_columns(running_sum, acc, BLOCK_H, BLOCK_V)
+        if PLAIN:
+            running_max = natural(running_max)
+
+        request_ahead, kv_head_ahead, first_ahead, last_ahead, partial_ahead = ahead
+        start_ahead = tl.load(start_ptr + request_ahead)
+        list_start_ahead = tl.load(indptr_ptr + request_ahead)
+        list_end_ahead = tl.load(indptr_ptr + request_ahead + 1)
 
         # 3. Leave the state; of a request that nobody else reads for this head it is the whole answer.
-        state = partial * GROUP + member
+        state = partial.to(tl.int64) * GROUP + member
         store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_h, V_DIM, BLOCK_V)
-        owner = merge_indptr_ptr + req * KV_HEADS + kv_head
-        if tl.load(owner + 1) - tl.load(owner) == 1:
+        if partials == 1:
             if HAS_SINKS:
                 sink = tl.load(sinks_ptr + head, mask=mask_h, other=0.0).to(tl.float32)
                 running_max, running_sum, fade = join_sink(running_max, running_sum, sink)
@@ -290,6 +372,8 @@ def _decode_shares_kernel(
                 HAS_LSE,
             )
         number += 1
+        request, kv_head, first, last, partial = request_ahead, kv_head_ahead, first_ahead, last_ahead, partial_ahead
+        start, list_start, list_end = start_ahead, list_start_ahead, list_end_ahead
     if PDL:
         release_dependents()
     if TIMES:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnlab._triton import tl
+from attnlab.kernels.pairs import POWERS
 from attnlab.kernels.target import Target
-from attnlab.memory.pool import KVView
+from attnlab.memory.pool import FP8, KVView
 from attnlab.spec import AttentionSpec
 
 NARROW_BELOW = 2**31
@@ -58,6 +61,36 @@ def tile_constants(
     }
 
 
+def in_pairs(view: KVView) -> bool:
+    """Whether a pool can be read as pairs of columns, two 8-bit numbers in one of 16 (kernels/pairs.py)."""
+    if view.k.dtype != FP8:
+        return False
+    steps = (x.shape[-1] | x.storage_offset() | reduce(or_, x.stride()[:-1]) for x in (view.k, view.v))
+    return all(step % 2 == 0 for step in steps)
+
+
+def stored(view: KVView) -> tuple[Tensor, Tensor]:
+    """Return a view's `k` and `v` as kernels for pairs read them: int16 where two columns make one number."""
+    return (view.k.view(torch.int16), view.v.view(torch.int16)) if in_pairs(view) else (view.k, view.v)
+
+
+def pair_constants(*, spec: AttentionSpec, view: KVView, compute: Any) -> dict[str, Any]:
+    """Return what `tile_constants` becomes where a pool is read as pairs; nothing where it is not.
+
+    BLOCK_D and BLOCK_R count pairs. Queries of 16 bits are multiplied in fp16, which holds every e4m3 number.
+    """
+    if not in_pairs(view):
+        return {}
+    block_d, block_r = dim_tiles(spec.qk_dim // 2)
+    return {
+        "BLOCK_D": block_d,
+        "BLOCK_R": block_r,
+        "BLOCK_V": 2 * padded(spec.v_dim // 2),
+        "V_IS_K_TILE": view.v_in_k and spec.v_dim == 2 * block_d,
+        "COMPUTE": compute if compute == tl.float32 else tl.float16,
+    }
+
+
 def sight_constants(spec: AttentionSpec, *, masked: bool) -> dict[str, bool]:
     """Return the compile-time arguments that say what can hide a cached key."""
     sight = spec.sight
@@ -83,6 +116,13 @@ def scales_last(scale: float, k_scale: float) -> bool:
     return all(2.0**-126 <= factor < 2.0**126 for factor in (scale, scale * k_scale))
 
 
+def plain_scores(spec: AttentionSpec, view: KVView) -> bool:
+    """Whether scores are products times a number above 0, and nothing else, but for those that are hidden."""
+    alone = spec.softcap is None and spec.temperature_len is None and spec.mod is None
+    powers = POWERS if in_pairs(view) else (1.0,)
+    return alone and all(scales_last(spec.scale * power, view.k_scale) for power in powers)
+
+
 def lifted(x: Tensor, target: Target) -> Tensor:
     """Return a tensor as kernels may read it: the interpreter computes in fp32 alone."""
     return x.float() if target.kind == "interpreter" else x
@@ -102,4 +142,9 @@ def merge_options(target: Target, *, num_warps: int) -> dict[str, int]:
     Programmatic dependent launch: the split kernel says `release_dependents` at its end, the merge kernel waits in
     `wait_for_earlier` before it reads anything.
     """
-    return {"num_warps": num_warps, "num_stages": 1, **({"launch_pdl": True} if target.has_pdl else {})}
+    return {"num_warps": num_warps, "num_stages": 1, **early_launch(target)}
+
+
+def early_launch(target: Target) -> dict[str, bool]:
+    """Return the launch option of kernels that begin with `wait_for_earlier`: the device readies them meanwhile."""
+    return {"launch_pdl": True} if target.has_pdl else {}

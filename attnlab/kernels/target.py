@@ -13,20 +13,22 @@ from attnlab._boot import INTERPRETED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """`arch` is the compute capability times ten on CUDA (90 for an H200), 0 elsewhere."""
+    """`arch` is the compute capability times ten on CUDA (90 for an H200), 0 elsewhere; `multiprocessors` a GPU's."""
 
     kind: Literal["cuda", "hip", "interpreter"]
     arch: int = 0
+    multiprocessors: int = 1
 
     @classmethod
     def of(cls, device: torch.device) -> Target:
         """Return the target of kernels that this process launches on a device."""
         if INTERPRETED:
             return cls(kind="interpreter")
+        count = multiprocessors_of(device) or 1
         if torch.version.hip is not None:
-            return cls(kind="hip")
+            return cls(kind="hip", multiprocessors=count)
         major, minor = torch.cuda.get_device_capability(device)
-        return cls(kind="cuda", arch=10 * major + minor)
+        return cls(kind="cuda", arch=10 * major + minor, multiprocessors=count)
 
     @property
     def has_fp8(self) -> bool:
@@ -37,6 +39,10 @@ class Target:
     def is_hopper(self) -> bool:
         """Whether this is compute capability 9.0: the one that tiles were timed on."""
         return self.kind == "cuda" and self.arch == 90
+
+    def held(self, programs: int) -> int:
+        """Return how many programs of a grid each multiprocessor must hold for all to run at a time."""
+        return -(-programs // self.multiprocessors)
 
     @property
     def has_pdl(self) -> bool:

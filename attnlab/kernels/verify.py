@@ -15,12 +15,22 @@ import torch
 
 from attnlab._triton import jit, release_dependents, tl, wait_for_earlier
 from attnlab.kernels.core import first_visible, join_sink, load_queries, merge_states, store_states, write_rows
-from attnlab.kernels.launch import lifted, merge_options, padded, sight_constants, slot_stride, tile_constants, written
+from attnlab.kernels.launch import (
+    in_pairs,
+    lifted,
+    merge_options,
+    padded,
+    sight_constants,
+    slot_stride,
+    tile_constants,
+    written,
+)
 from attnlab.kernels.sweep import attend_list, attend_new
 from attnlab.kernels.target import Target
 from attnlab.kernels.tuning import tuned
 from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.extend_call import VerifyCall
+from attnlab.plan.tiles import NARROW_DIM
 from attnlab.spec import AttentionSpec
 
 
@@ -64,6 +74,8 @@ class VerifyConfig:
         return found if rows is None else replace(found, block_m=min(found.block_m, padded(rows)))
 
 
+MERGE_BLOCK_N = 32
+"""Drafts that are attended to at a time."""
 MERGE_BLOCK_M = 16
 """Rows whose partials a program merges: accumulators of 512 columns need the registers."""
 
@@ -154,6 +166,7 @@ def verify_merge(call: VerifyCall, *, target: Target) -> None:
         masked=queries.bits is not None,
         read_new=call.k is not None,
         has_lse=call.lse is not None,
+        skips_alone=lane.schedule.persistent and answers_alone(spec, view),
     )
     q = lifted(call.q, target)
     # Where an option is off, any tensor will do.
@@ -206,6 +219,14 @@ def verify_merge(call: VerifyCall, *, target: Target) -> None:
         call.out.copy_(rows)
 
 
+def answers_alone(spec: AttentionSpec, view: KVView) -> bool:
+    """Whether programs of even shares attend to the drafts, too, where a request has one range, and answer at once.
+
+    They need the room for it, and queries that are multiplied by new keys as they are by cached ones.
+    """
+    return spec.v_dim <= NARROW_DIM and not in_pairs(view)
+
+
 def verify_constants(
     *,
     spec: AttentionSpec,
@@ -238,10 +259,11 @@ def verify_merge_constants(
     masked: bool,
     read_new: bool,
     has_lse: bool,
+    skips_alone: bool,
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the merge kernel's compile-time arguments and launch options."""
+    """Return the merge kernel's compile-time arguments and launch options; `skips_alone`: lone partials are answers."""
     compute = compute_dtype(q_dtype, view.k.dtype)
-    constants = tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=32)
+    constants = tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=MERGE_BLOCK_N)
     del constants["PAGE_SIZE"]  # what it reads of the cache lies in the partials
     return {
         "KV_HEADS": spec.kv_heads,
@@ -255,6 +277,7 @@ def verify_merge_constants(
         "HAS_SINKS": spec.has_sinks,
         "HAS_LSE": has_lse,
         "PDL": target.has_pdl,
+        "SKIPS_ALONE": skips_alone,
     }, merge_options(target, num_warps=8 if max(spec.qk_dim, spec.v_dim) > 256 else 4)
 
 
@@ -401,6 +424,117 @@ def _verify_split_kernel(
         release_dependents()
 
 
+@jit
+def attend_drafts(
+    running_max,
+    running_sum,
+    acc,
+    q,
+    q_rest,
+    q_pos,
+    q_number,
+    token,
+    head,
+    mask_m,
+    drafts,
+    last_row,
+    first_token,
+    positions_ptr,
+    cached,
+    k_head_ptr,
+    k_stride_token,
+    v_head_ptr,
+    v_stride_token,
+    bits_ptr,
+    bits_row,
+    num_bits,
+    window,
+    chunk,
+    scale,
+    softcap,
+    aux_ptr,
+    aux_stride_token,
+    aux_stride_head,
+    aux_width,
+    GROUP: tl.constexpr,
+    QK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    V_IS_K_TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TEMPERATURE_LEN: tl.constexpr,
+    MOD: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ORDERED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+):
+    """The softmax state after a request's drafts, of which rows up to `last_row` see those that sight and mask show.
+
+    They come straight from the call, and are not scaled.
+    """
+    first_new = 0
+    if ORDERED:
+        first = first_visible(q_pos, mask_m, window, chunk, HAS_WINDOW, HAS_CHUNK)
+        first_new = tl.maximum(first - cached, 0) // BLOCK_N * BLOCK_N
+    last_new = drafts
+    if CAUSAL and not HAS_MASK:
+        last_new = tl.minimum(drafts, last_row // GROUP + 1)
+    return attend_new(
+        running_max,
+        running_sum,
+        acc,
+        q,
+        q_rest,
+        q_pos,
+        q_number,
+        token,
+        head,
+        mask_m,
+        first_new,
+        last_new,
+        first_token,
+        positions_ptr,
+        cached,
+        k_head_ptr,
+        k_stride_token,
+        v_head_ptr,
+        v_stride_token,
+        bits_ptr,
+        bits_row,
+        num_bits,
+        window,
+        chunk,
+        scale,
+        softcap,
+        aux_ptr,
+        aux_stride_token,
+        aux_stride_head,
+        aux_width,
+        QK_DIM,
+        V_DIM,
+        BLOCK_N,
+        BLOCK_D,
+        BLOCK_R,
+        BLOCK_V,
+        V_IS_K_TILE,
+        HAS_SOFTCAP,
+        TEMPERATURE_LEN,
+        MOD,
+        COMPUTE,
+        ORDERED,
+        CAUSAL,
+        HAS_MASK,
+        HAS_WINDOW,
+        HAS_CHUNK,
+    )
+
+
 @jit(do_not_specialize=("rows", "num_bits", "window", "chunk"))
 def _verify_merge_kernel(
     q_ptr,
@@ -463,6 +597,7 @@ def _verify_merge_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     PDL: tl.constexpr,
+    SKIPS_ALONE: tl.constexpr,
 ):
     if PDL:
         wait_for_earlier()
@@ -481,6 +616,9 @@ def _verify_merge_kernel(
     token = first_token + q_number
     first_partial = tl.load(merge_indptr_ptr + owner)
     last_partial = tl.load(merge_indptr_ptr + owner + 1)
+    if SKIPS_ALONE:  # noqa: SIM102  (a constant of the compilation, then a number of the device)
+        if last_partial - first_partial == 1:  # the answer was written where the one partial was made
+            return
 
     # 2. Merge them in key order. A draft that saw none of a range's keys left -inf there, which weighs nothing.
     offs_v = tl.arange(0, BLOCK_V)
@@ -497,7 +635,7 @@ def _verify_merge_kernel(
         running_max, running_sum, acc = merge_states(running_max, running_sum, acc, maxima, sums, accs)
     acc = acc * v_scale
 
-    # 3. The drafts among themselves, straight from the call: they are not scaled.
+    # 3. The drafts among themselves.
     if READ_NEW:
         q_pos = tl.load(positions_ptr + token, mask=mask_m, other=0)
         q_rows = q_ptr + token * q_stride_token + head * q_stride_head
@@ -507,14 +645,8 @@ def _verify_merge_kernel(
         bits_row = q_number.to(tl.int64) * (cached + drafts)
         if HAS_MASK:
             bits_row += tl.load(mask_indptr_ptr + req)
-        first_new = 0
-        if ORDERED:
-            first = first_visible(q_pos, mask_m, window, chunk, HAS_WINDOW, HAS_CHUNK)
-            first_new = tl.maximum(first - cached, 0) // BLOCK_N * BLOCK_N
-        last_new = drafts
-        if CAUSAL and not HAS_MASK:
-            last_new = tl.minimum(drafts, ((tl.program_id(1) + 1) * BLOCK_M - 1) // GROUP + 1)
-        running_max, running_sum, acc = attend_new(
+        last_row = (tl.program_id(1) + 1) * BLOCK_M - 1
+        running_max, running_sum, acc = attend_drafts(
             running_max,
             running_sum,
             acc,
@@ -525,8 +657,8 @@ def _verify_merge_kernel(
             token,
             head[:, None],
             mask_m,
-            first_new,
-            last_new,
+            drafts,
+            last_row,
             first_token,
             positions_ptr,
             cached,
@@ -545,6 +677,7 @@ def _verify_merge_kernel(
             aux_stride_token,
             aux_stride_head,
             aux_width,
+            GROUP,
             QK_DIM,
             V_DIM,
             BLOCK_N,

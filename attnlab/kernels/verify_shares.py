@@ -1,7 +1,8 @@
 """Verify over even shares: a program reads one share of all keys for the drafts of whichever requests it falls into.
 
 The variant of `verify.py`'s split stage for schedules that deal several segments to a program. It leaves the same
-partials, for the same merge. Cached keys stand before every draft: what is left to hide them is a window, a chunk or a
+partials, for the same merge; where a request has one range the drafts are attended to on the spot, and the answer is
+written. Cached keys stand before every draft: what is left to hide them is a window, a chunk or a
 mask, so that most tiles need no mask at all.
 Source of the method: Stream-K (Osama et al., 2023), LeanAttention (Sanovar et al., 2024), tree attention of SpecInfer
 (Miao et al., 2024).
@@ -14,11 +15,35 @@ from typing import Any
 
 import torch
 
-from attnlab._triton import jit, release_dependents, tl
-from attnlab.kernels.core import attend_tile, load_queries, slot_offsets, store_states, visible_keys
-from attnlab.kernels.launch import lifted, narrow, sight_constants, slot_stride, tile_constants
+from attnlab._triton import jit, release_dependents, tl, wait_for_earlier
+from attnlab.kernels.core import (
+    attend_plain_tile,
+    attend_tile,
+    join_sink,
+    load_queries,
+    load_segment,
+    natural,
+    slot_offsets,
+    store_states,
+    visible_keys,
+    write_rows,
+)
+from attnlab.kernels.launch import (
+    early_launch,
+    lifted,
+    narrow,
+    pair_constants,
+    plain_scores,
+    sight_constants,
+    slot_stride,
+    stored,
+    tile_constants,
+    written,
+)
+from attnlab.kernels.pairs import join_columns, load_paired_queries
 from attnlab.kernels.target import Target
 from attnlab.kernels.tuning import tuned
+from attnlab.kernels.verify import MERGE_BLOCK_N, answers_alone, attend_drafts
 from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.extend_call import VerifyCall
 from attnlab.spec import AttentionSpec
@@ -65,26 +90,40 @@ class VerifySharesConfig:
 
 
 def verify_shares(call: VerifyCall, *, target: Target) -> None:
-    """Leave the softmax state of every draft over every segment of the schedule in `call.partials`.
+    """Leave every draft's softmax state over every segment in `call.partials`, and whole answers in `call.out`.
 
-    Computes, shapes: as `verify_split`.
+    Computes: as `verify_split`; where `answers_alone` holds and a request has one segment of a KV head, what
+    `verify_merge` computes of it too.
+    Shapes: as `VerifyCall` has them.
     Grid: (programs, tiles of rows): a program owns its segments of the schedule, and a tile of (draft, head) pairs.
-    Reads/writes: the keys and values of the segments' slots; of the partials, the segments' own rows.
+    Reads/writes: the keys and values of the segments' slots, and drafts; of partials and outputs, its own rows.
     """
     spec, view, lane, queries = call.spec, call.view, call.lane, call.queries
     if lane.layout.index.reqs == 0 or queries.most == 0:
         return
     rows = queries.most * spec.group
     constants, options = verify_shares_constants(
-        spec=spec, view=view, target=target, q_dtype=call.q.dtype, rows=rows, masked=queries.cached_masked
+        spec=spec,
+        view=view,
+        target=target,
+        q_dtype=call.q.dtype,
+        rows=rows,
+        masked=queries.cached_masked,
+        ordered=queries.ordered,
+        new_masked=queries.bits is not None,
+        read_new=call.k is not None,
+        has_lse=call.lse is not None,
     )
-    q = lifted(call.q, target)
-    bias = q if call.aux is None else call.aux  # any tensor will do where no modifier reads it
+    q, (k, v) = lifted(call.q, target), stored(view)
+    # Where an option is off, any tensor will do.
+    k_new, v_new = (q if x is None else lifted(x, target) for x in (call.k, call.v))
+    out = written(call.out, target)
+    lse, sinks, bias = (q if x is None else x for x in (call.lse, call.sinks, call.aux))
     bits = lane.layout.start if queries.bits is None else queries.bits
     _verify_shares_kernel[(lane.schedule.programs, -(-rows // constants["BLOCK_M"]))](
         q,
-        view.k,
-        view.v,
+        k,
+        v,
         lane.layout.index.slots,
         lane.layout.index.indptr,
         lane.layout.start,
@@ -98,7 +137,15 @@ def verify_shares(call: VerifyCall, *, target: Target) -> None:
         call.partials.max,
         call.partials.sum,
         bias,
+        lane.schedule.merge_indptr,
+        k_new,
+        v_new,
+        sinks,
+        out,
+        lse,
         spec.scale * view.k_scale,
+        spec.scale,
+        view.v_scale,
         1.0 if spec.softcap is None else spec.softcap,
         rows,
         bits.shape[0],
@@ -106,36 +153,71 @@ def verify_shares(call: VerifyCall, *, target: Target) -> None:
         lane.layout.sight.chunk or 0,
         q.stride(0),
         q.stride(1),
-        view.k.stride(0),
-        slot_stride(view, view.k),
-        view.k.stride(-2),
-        view.v.stride(0),
-        slot_stride(view, view.v),
-        view.v.stride(-2),
+        k.stride(0),
+        slot_stride(view, k),
+        k.stride(-2),
+        v.stride(0),
+        slot_stride(view, v),
+        v.stride(-2),
         bias.stride(0),
         bias.stride(1),
         bias.shape[2],
+        k_new.stride(0),
+        k_new.stride(1),
+        v_new.stride(0),
+        v_new.stride(1),
+        out.stride(0),
+        out.stride(1),
+        lse.stride(0),
+        lse.stride(1),
         **constants,
         **options,
     )
+    if out is not call.out:
+        call.out.copy_(out)
 
 
 def verify_shares_constants(
-    *, spec: AttentionSpec, view: KVView, target: Target, q_dtype: torch.dtype, rows: int, masked: bool
+    *,
+    spec: AttentionSpec,
+    view: KVView,
+    target: Target,
+    q_dtype: torch.dtype,
+    rows: int,
+    masked: bool,
+    ordered: bool,
+    new_masked: bool,
+    read_new: bool,
+    has_lse: bool,
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on."""
+    """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on.
+
+    `masked`: the bits of a mask are read for cached keys; `new_masked`: for drafts.
+    """
     compute = compute_dtype(q_dtype, view.k.dtype)
     config = VerifySharesConfig.choose(spec, target, compute=compute, kv_dtype=view.k.dtype, masked=masked, rows=rows)
+    tiles = tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n)
     constants: dict[str, Any] = {
         "GROUP": spec.group,
         "BLOCK_M": config.block_m,
-        **tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n),
+        **tiles,
+        **pair_constants(spec=spec, view=view, compute=tiles["COMPUTE"]),
+        "PLAIN": plain_scores(spec, view),
         **sight_constants(spec, masked=masked),
         "NARROW": narrow(view.k, view.v),
         "STAGES": config.num_stages,
         "PDL": target.has_pdl,
+        "KV_HEADS": spec.kv_heads,
+        "BLOCK_NEW": MERGE_BLOCK_N,
+        "ANSWERS": answers_alone(spec, view),
+        "READ_NEW": read_new,
+        "ORDERED": ordered,
+        "CAUSAL": spec.sight.causal,
+        "NEW_MASK": new_masked,
+        "HAS_SINKS": spec.has_sinks,
+        "HAS_LSE": has_lse,
     }
-    return constants, {"num_warps": config.num_warps}
+    return constants, {"num_warps": config.num_warps, "num_stages": 1, **early_launch(target)}
 
 
 @jit
@@ -168,7 +250,15 @@ def _verify_shares_kernel(
     max_ptr,
     sum_ptr,
     aux_ptr,
+    merge_indptr_ptr,
+    k_new_ptr,
+    v_new_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
     scale,
+    scale_new,
+    v_scale,
     softcap,
     rows,
     num_bits,
@@ -185,6 +275,14 @@ def _verify_shares_kernel(
     aux_stride_token,
     aux_stride_head,
     aux_width,
+    k_new_stride_token,
+    k_new_stride_head,
+    v_new_stride_token,
+    v_new_stride_head,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_token,
+    lse_stride_head,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     QK_DIM: tl.constexpr,
@@ -199,35 +297,52 @@ def _verify_shares_kernel(
     TEMPERATURE_LEN: tl.constexpr,
     MOD: tl.constexpr,
     COMPUTE: tl.constexpr,
+    PLAIN: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
     NARROW: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_NEW: tl.constexpr,
+    ANSWERS: tl.constexpr,
+    READ_NEW: tl.constexpr,
+    ORDERED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NEW_MASK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):
+    if PDL:
+        wait_for_earlier()
     # Where bits are read, or a modifier may look at what is seen, every tile has a mask.
     ALWAYS: tl.constexpr = HAS_MASK or MOD is not None
     BOUNDED: tl.constexpr = HAS_WINDOW or HAS_CHUNK
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    PAIRS: tl.constexpr = k_ptr.dtype.element_ty == tl.int16
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     q_number = row // GROUP
     number = tl.load(programs_ptr + tl.program_id(0))
     end = tl.load(programs_ptr + tl.program_id(0) + 1)
+    request, segment_head, first, last, partial = load_segment(segments_ptr, number, number < end)
+    list_start = tl.load(indptr_ptr + request)
+    list_end = tl.load(indptr_ptr + request + 1)
+    start = tl.load(start_ptr + request)
+    first_row = tl.load(q_indptr_ptr + request)
+    last_row = tl.load(q_indptr_ptr + request + 1)
     while number < end:
         # 1. What is mine: a range of one request's cached keys, for one KV head, and a tile of (draft, head) pairs.
-        segment = segments_ptr + number * 5
-        req = tl.load(segment).to(tl.int64)
-        kv_head = tl.load(segment + 1).to(tl.int64)
-        first = tl.load(segment + 2)
-        last = tl.load(segment + 3)
-        partial = tl.load(segment + 4).to(tl.int64)
+        ahead = load_segment(segments_ptr, number + 1, number + 1 < end)
+        req = request.to(tl.int64)
+        kv_head = segment_head.to(tl.int64)
+        owner = merge_indptr_ptr + req * KV_HEADS + kv_head
+        partials = tl.load(owner + 1) - tl.load(owner)
         k_head_ptr = k_ptr + kv_head * k_stride_head
         v_head_ptr = v_ptr + kv_head * v_stride_head
-        list_start = tl.load(indptr_ptr + req)
-        start = tl.load(start_ptr + req)
-        cached = start + tl.load(indptr_ptr + req + 1) - list_start
-        first_token = tl.load(q_indptr_ptr + req).to(tl.int64)
-        drafts = (tl.load(q_indptr_ptr + req + 1) - first_token).to(tl.int32)
+        cached = start + list_end - list_start
+        first_token = first_row.to(tl.int64)
+        drafts = (last_row - first_row).to(tl.int32)
         if tl.program_id(1) * BLOCK_M >= drafts * GROUP:
             last = first  # another request has drafts for this tile
         mask_m = q_number < drafts
@@ -235,15 +350,22 @@ def _verify_shares_kernel(
         token = first_token + q_number
         q_pos = tl.load(positions_ptr + token, mask=mask_m, other=0)
         q_rows = q_ptr + token * q_stride_token + head * q_stride_head
-        q, q_rest = load_queries(q_rows, mask_m, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
+        if PAIRS:
+            q, q_rest, power = load_paired_queries(q_rows, mask_m, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
+            factor = scale * power
+        else:
+            q, q_rest = load_queries(q_rows, mask_m, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
+            factor = scale
         bits_row = q_number.to(tl.int64) * (cached + drafts)
-        if HAS_MASK:
+        if HAS_MASK or NEW_MASK:
             bits_row += tl.load(mask_indptr_ptr + req)
 
         # 2. Its keys: tiles that a window or a chunk hides from some, whole tiles that all see, the rest of a tile.
         running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         running_sum = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_V // 2 if PAIRS else BLOCK_V], tl.float32)
+        if PAIRS:
+            acc = (acc, acc)
         clear = first
         if BOUNDED and not ALWAYS:
             shown = first_shown_to_all(q_pos, mask_m, window, chunk, HAS_WINDOW, HAS_CHUNK) - start
@@ -283,43 +405,149 @@ def _verify_shares_kernel(
                     visible = None
                 if NARROW:
                     slots = slots.to(tl.int32)
-                running_max, running_sum, acc = attend_tile(
+                k_rows = k_head_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE)
+                v_rows = v_head_ptr + slot_offsets(slots, v_stride_page, v_stride_slot, PAGE_SIZE)
+                if PLAIN:
+                    running_max, running_sum, acc = attend_plain_tile(
+                        running_max,
+                        running_sum,
+                        acc,
+                        q,
+                        q_rest,
+                        k_rows,
+                        v_rows,
+                        mask_n,
+                        visible,
+                        factor * LOG2_E,
+                        QK_DIM,
+                        V_DIM,
+                        BLOCK_N,
+                        BLOCK_D,
+                        BLOCK_R,
+                        BLOCK_V,
+                        V_IS_K_TILE,
+                        COMPUTE,
+                    )
+                else:
+                    running_max, running_sum, acc = attend_tile(
+                        running_max,
+                        running_sum,
+                        acc,
+                        q,
+                        q_rest,
+                        k_rows,
+                        v_rows,
+                        mask_n,
+                        visible,
+                        q_pos[:, None],
+                        kv_pos[None, :],
+                        token[:, None],
+                        head[:, None],
+                        factor[:, None] if PAIRS else factor,
+                        softcap,
+                        aux_ptr,
+                        aux_stride_token,
+                        aux_stride_head,
+                        aux_width,
+                        QK_DIM,
+                        V_DIM,
+                        BLOCK_N,
+                        BLOCK_D,
+                        BLOCK_R,
+                        BLOCK_V,
+                        True,
+                        V_IS_K_TILE,
+                        HAS_SOFTCAP,
+                        TEMPERATURE_LEN,
+                        MOD,
+                        COMPUTE,
+                    )
+
+        # 3. Leave the states.
+        request_ahead, head_ahead, first_ahead, last_ahead, partial_ahead = ahead
+        start_ahead = tl.load(start_ptr + request_ahead)
+        list_start_ahead = tl.load(indptr_ptr + request_ahead)
+        list_end_ahead = tl.load(indptr_ptr + request_ahead + 1)
+        first_row = tl.load(q_indptr_ptr + request_ahead)
+        last_row = tl.load(q_indptr_ptr + request_ahead + 1)
+        if PAIRS:
+            running_sum, acc = join_columns(running_sum, acc, BLOCK_M, BLOCK_V)
+        if PLAIN:
+            running_max = natural(running_max)
+        state = partial.to(tl.int64) * rows + row
+        store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_m, V_DIM, BLOCK_V)
+
+        # 4. Nobody else reads this request for this head: the drafts among themselves, the sink, and that is all.
+        if ANSWERS:  # noqa: SIM102  (a constant of the compilation, then a number of the device)
+            if partials == 1:
+                acc = acc * v_scale
+                if READ_NEW:
+                    running_max, running_sum, acc = attend_drafts(
+                        running_max,
+                        running_sum,
+                        acc,
+                        q,
+                        q_rest,
+                        q_pos,
+                        q_number,
+                        token,
+                        head[:, None],
+                        mask_m,
+                        drafts,
+                        (tl.program_id(1) + 1) * BLOCK_M - 1,
+                        first_token,
+                        positions_ptr,
+                        cached,
+                        k_new_ptr + kv_head * k_new_stride_head,
+                        k_new_stride_token,
+                        v_new_ptr + kv_head * v_new_stride_head,
+                        v_new_stride_token,
+                        bits_ptr,
+                        bits_row,
+                        num_bits,
+                        window,
+                        chunk,
+                        scale_new,
+                        softcap,
+                        aux_ptr,
+                        aux_stride_token,
+                        aux_stride_head,
+                        aux_width,
+                        GROUP,
+                        QK_DIM,
+                        V_DIM,
+                        BLOCK_NEW,
+                        BLOCK_D,
+                        BLOCK_R,
+                        BLOCK_V,
+                        V_IS_K_TILE,
+                        HAS_SOFTCAP,
+                        TEMPERATURE_LEN,
+                        MOD,
+                        COMPUTE,
+                        ORDERED,
+                        CAUSAL,
+                        NEW_MASK,
+                        HAS_WINDOW,
+                        HAS_CHUNK,
+                    )
+                if HAS_SINKS:
+                    sink = tl.load(sinks_ptr + head, mask=mask_m, other=0.0).to(tl.float32)
+                    running_max, running_sum, fade = join_sink(running_max, running_sum, sink)
+                    acc = acc * fade[:, None]
+                write_rows(
                     running_max,
                     running_sum,
                     acc,
-                    q,
-                    q_rest,
-                    k_head_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE),
-                    v_head_ptr + slot_offsets(slots, v_stride_page, v_stride_slot, PAGE_SIZE),
-                    mask_n,
-                    visible,
-                    q_pos[:, None],
-                    kv_pos[None, :],
-                    token[:, None],
-                    head[:, None],
-                    scale,
-                    softcap,
-                    aux_ptr,
-                    aux_stride_token,
-                    aux_stride_head,
-                    aux_width,
-                    QK_DIM,
+                    out_ptr + token * out_stride_token + head * out_stride_head,
+                    lse_ptr + token * lse_stride_token + head * lse_stride_head,
+                    mask_m,
                     V_DIM,
-                    BLOCK_N,
-                    BLOCK_D,
-                    BLOCK_R,
                     BLOCK_V,
-                    True,
-                    V_IS_K_TILE,
-                    HAS_SOFTCAP,
-                    TEMPERATURE_LEN,
-                    MOD,
-                    COMPUTE,
+                    HAS_LSE,
                 )
-
-        # 3. Leave the states.
-        state = partial * rows + row
-        store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_m, V_DIM, BLOCK_V)
         number += 1
+        request, segment_head, first, last, partial = request_ahead, head_ahead, first_ahead, last_ahead, partial_ahead
+        start, list_start, list_end = start_ahead, list_start_ahead, list_end_ahead
     if PDL:
         release_dependents()

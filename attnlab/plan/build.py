@@ -140,6 +140,7 @@ class Planner:
             multiprocessors=self.multiprocessors,
             head_tile=HEAD_TILE if drafts else self._head_tile([layer.attention for layer in layers]),
             drafts=drafts,
+            kv_itemsize=self.model.kv_dtype.itemsize,
         )
 
     def _head_tile(self, layers: Sequence[AttentionSpec]) -> int:
@@ -266,9 +267,10 @@ class Planner:
         keys, works = self._keys(own, encoder), []
         for kind, layers in self.kinds.items():
             mine = keys[kind.sight.cross]
+            ctx = self.contexts[kind] if drafts is None else self.context(layers, drafts=drafts)
             work = LaneWork.of(
                 self.policy,
-                self.contexts[kind] if drafts is None else self.context(layers, drafts=drafts),
+                replace(ctx, requests=max(1, mine.lens.count)),
                 source=self._source(layers),
                 rows=mine.rows,
                 lens=mine.lens,

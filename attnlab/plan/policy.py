@@ -31,7 +31,8 @@ class SplitContext:
 
     `multiprocessors` is None where the device does not say. `rows_per_seq` rows share one sequence's length (the
     branches of a draft); a plain decode has 1. A program of even shares packs `head_tile` query heads of a group, as
-    `plan.tiles` says. `drafts` is the most query tokens of a request whose keys they read together (a verify); None
+    `plan.tiles` says. `requests` is how many a batch has; None of any batch. `kv_itemsize` is the bytes of a number in
+    the pool. `drafts` is the most query tokens of a request whose keys they read together (a verify); None
     elsewhere.
     """
 
@@ -44,11 +45,13 @@ class SplitContext:
     rows_per_seq: int = 1
     head_tile: int = HEAD_TILE
     drafts: int | None = None
+    requests: int | None = None
+    kv_itemsize: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("heads", "kv_heads", "v_dim", "context_len", "rows_per_seq", "head_tile"):
+        for name in ("heads", "kv_heads", "v_dim", "context_len", "rows_per_seq", "head_tile", "kv_itemsize"):
             positive(name, getattr(self, name))
-        for name in ("multiprocessors", "drafts"):
+        for name in ("multiprocessors", "drafts", "requests"):
             if getattr(self, name) is not None:
                 positive(name, getattr(self, name))
 

@@ -14,8 +14,9 @@ from attnlab.checks import one_of, require
 from attnlab.kernels.target import Target
 
 INTERPRETER, HIP, CUDA = "interpreter", "hip", "cuda"
-NUMBERS = ("qk_dim", "v_dim", "widest", "group", "rows")
-"""Words of shapes that count: `widest` is the larger of both dims, `rows` what a request brings of a tile at most."""
+NUMBERS = ("qk_dim", "v_dim", "widest", "group", "rows", "held")
+"""Words of shapes that count: `widest` is the larger of both dims, `rows` what a request brings of a tile at most,
+`held` how many programs a multiprocessor holds."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 OF_DTYPE = ("compute", "kv")
 """Words of shapes that are dtypes: that of the dots, and that of the pool."""
@@ -46,7 +47,7 @@ _ROWS = ("qk_dim", "v_dim", "compute", "kv", "masked", "modifier", "rows")
 
 KERNELS: dict[str, Kernel] = {
     "decode_split": Kernel(fields=_N, words=("qk_dim", "group", "compute")),
-    "decode_shares": Kernel(fields=_N, words=("qk_dim", "v_dim", "compute", "kv", "modifier")),
+    "decode_shares": Kernel(fields=_N, words=("qk_dim", "v_dim", "compute", "kv", "modifier", "held")),
     "decode_latent": Kernel(fields=_N, words=(), runs_on=(INTERPRETER, "sm_90")),
     "verify_split": Kernel(fields=_MN, words=_ROWS),
     "verify_shares": Kernel(fields=_MN, words=(*_ROWS, "bounded")),
