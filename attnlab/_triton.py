@@ -16,6 +16,7 @@ __all__ = [
     "PROBLEM",
     "device_clock",
     "is_jitted",
+    "spilled",
     "jit",
     "multiprocessor",
     "release_dependents",
@@ -77,3 +78,14 @@ def jit(function: Callable[..., Any] | None = None, *, do_not_specialize: tuple[
 def is_jitted(function: object) -> bool:
     """Whether this is what `triton.jit` makes of a function, compiled or interpreted."""
     return triton is not None and isinstance(function, triton.JITFunction | InterpretedFunction)
+
+
+def spilled(kernel: Any) -> dict[str, int]:
+    """Return how many registers a thread spills, for each binary of a kernel that this process has loaded, by its hash.
+
+    Nothing of an interpreted one.
+    """
+    if not isinstance(kernel, triton.JITFunction):
+        return {}
+    loaded = (binary for cache in kernel.device_caches.values() for binary in cache[0].values())
+    return {binary.hash: binary.n_spills for binary in loaded if binary.module is not None}

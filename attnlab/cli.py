@@ -21,6 +21,7 @@ _HOME = {
     "lab": "attnlab.lab",
     "doctor": "attnlab.doctor",
     "bench": "attnlab.bench_command",
+    "tune": "attnlab.tune_command",
     "gallery": "attnlab.gallery",
     "trace": "attnlab.trace_command",
     "info": "attnlab.inspect.info",
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     _lab_takes(command("lab", _lab, "open JupyterLab on the notebooks"))
     command("doctor", _doctor, "examine this installation, and say what to do about each trouble")
     _bench_takes(command("bench", _bench, "time attnlab and its peers side by side, right results alone"))
+    _tune_takes(command("tune", _tune, "time candidates for the tiles, warps and stages of kernels on this GPU"))
     gallery = command("gallery", _gallery, "draw the README's pictures from the shipped data")
     gallery.add_argument("--out", type=Path, required=True, help="folder for the SVG files")
     trace = command("trace", _trace, "summarise a saved trace")
@@ -122,6 +124,25 @@ def _bench_takes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="compile in so many processes first (default: %(default)s)")
     parser.add_argument("--sglang", type=Path, metavar="FOLDER", help="SGLang's kernels/ops/attention, as files")
     parser.add_argument("--out", type=Path, help="JSON file, written anew after every workload")
+
+
+def _tune_takes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kernels", nargs="*", metavar="KERNEL", help="those whose rows are tuned (default: all)")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="workloads, as attnlab bench --list names them"
+    )
+    parser.add_argument("--quick", action="store_true", help="the few workloads that say most")
+    parser.add_argument("--near", action="store_true", help="candidates that differ from the table in one field alone")
+    parser.add_argument("--list", action="store_true", help="print rows, candidates and workloads; no GPU is needed")
+    parser.add_argument("--jobs", type=int, default=1, help="compile in so many processes first (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, help="begin no row later than this")
+    parser.add_argument(
+        "--write",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="rewrite the table (default: data/tuning.json of a checkout)",
+    )
 
 
 def _tour(home: Any, args: argparse.Namespace) -> None:
@@ -184,6 +205,19 @@ def _bench(home: Any, args: argparse.Namespace) -> int:
             out=args.out,
         )
     )
+
+
+def _tune(home: Any, args: argparse.Namespace) -> int:
+    rows = {"kernels": args.kernels, "only": args.only, "quick": args.quick, "near": args.near}
+    if args.list:
+        given = {"--jobs": args.jobs != 1, "--seconds": args.seconds is not None, "--write": args.write is not None}
+        more = [name for name, is_given in given.items() if is_given]
+        if more:
+            raise ValueError(f"--list does not take {', '.join(more)}; leave it away")
+        home.list_tunings(**rows)
+        return 0
+    write = None if args.write is None else home.where_to_write(args.write)
+    return int(home.tune_on_gpu(**rows, jobs=args.jobs, seconds=args.seconds, write=write))
 
 
 def _gallery(home: Any, args: argparse.Namespace) -> None:

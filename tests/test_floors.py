@@ -44,6 +44,7 @@ FLOORS = {
     "bench_command": 9,
     "bench_host": 9,
     "bench_report": 9,
+    "tune_command": 9,
     "tour": 9,
     "tour_page": 9,
     "tour_command": 9,

@@ -17,6 +17,7 @@ from attnlab._triton import device_clock, jit, multiprocessor, release_dependent
 from attnlab.kernels.core import attend_tile, finite_or_zero, join_sink, load_queries, slot_offsets, store_states
 from attnlab.kernels.launch import lifted, merge_options, padded, slot_stride, tile_constants, written
 from attnlab.kernels.target import Target
+from attnlab.kernels.tuning import tuned
 from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.call import DecodeCall
 from attnlab.plan.tiles import HEAD_TILE, head_tiles
@@ -38,17 +39,9 @@ class SplitConfig:
 
     @classmethod
     def choose(cls, spec: AttentionSpec, target: Target, *, fp32: bool) -> SplitConfig:
-        """Return the choice; the one place where it is made."""
-        if target.kind == "interpreter":
-            return cls(block_n=256, num_warps=4, num_stages=1)  # its cost is Python per operation: wide tiles win
-        wide = spec.qk_dim > 256
-        if target.kind == "hip":
-            return cls(block_n=16 if wide else 32, num_warps=4, num_stages=1)
-        # Wide rows, and fp32 dots, which no tensor core does, need the registers of eight warps.
-        num_warps = 8 if wide or fp32 else 4
-        if spec.group == 1:
-            return cls(block_n=32 if wide else 64, num_warps=num_warps, num_stages=2)
-        return cls(block_n=32, num_warps=num_warps, num_stages=1 if wide else 2)
+        """Return the choice of the table (`attnlab.kernels.tuning`)."""
+        compute = torch.float32 if fp32 else torch.bfloat16
+        return cls(**tuned("decode_split", target, qk_dim=spec.qk_dim, group=spec.group, compute=compute))
 
 
 def decode_split(call: DecodeCall, *, target: Target) -> None:

@@ -29,6 +29,7 @@ from attnlab.kernels.core import (
 )
 from attnlab.kernels.launch import early_launch, lifted, narrow, plain_scores, slot_stride, tile_constants, written
 from attnlab.kernels.target import Target
+from attnlab.kernels.tuning import tuned
 from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.call import DecodeCall
 from attnlab.plan.tiles import LATENT_TILE, head_tiles
@@ -48,14 +49,12 @@ class LatentConfig:
 
     @classmethod
     def choose(cls, target: Target) -> LatentConfig:
-        """Return the choice; the one place where it is made.
+        """Return the choice of the table (`attnlab.kernels.tuning`).
 
         On a Hopper GPU 64 queries and two tiles of 64 rows, of 576 columns each, take 216 KB, a tile of weights 8: one
         program fills a multiprocessor. Its accumulator, 64 x 512, is half the registers of eight warps.
         """
-        if target.kind == "interpreter":
-            return cls(block_n=64, num_warps=8, num_stages=1)
-        return cls(block_n=64, num_warps=8, num_stages=2)
+        return cls(**tuned("decode_latent", target))
 
 
 def decode_latent(call: DecodeCall, *, target: Target) -> None:

@@ -37,9 +37,10 @@ from attnlab.kernels.launch import (
 )
 from attnlab.kernels.pairs import join_columns, load_paired_queries
 from attnlab.kernels.target import Target
-from attnlab.memory.pool import FP8, KVView, compute_dtype
+from attnlab.kernels.tuning import tuned
+from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.call import DecodeCall
-from attnlab.plan.tiles import HEAD_TILE, NARROW_DIM, head_tiles
+from attnlab.plan.tiles import HEAD_TILE, head_tiles
 from attnlab.spec import AttentionSpec
 
 
@@ -55,30 +56,22 @@ class SharesConfig:
     def choose(
         cls, spec: AttentionSpec, target: Target, *, compute: torch.dtype, kv_dtype: torch.dtype, held: int
     ) -> SharesConfig:
-        """Return the choice where a multiprocessor holds so many programs; the one place where it is made.
+        """Return the choice of the table (`attnlab.kernels.tuning`) where a multiprocessor holds so many programs.
 
         The fewer programs, the more keys each must have on their way: about 128 KB of them on a multiprocessor.
         """
-        if target.kind == "interpreter":
-            return cls(block_n=64, num_warps=4, num_stages=1)  # small enough that short ranges have whole tiles
-        wide = spec.qk_dim > 256
-        if target.kind == "hip":
-            return cls(block_n=16 if wide else 32, num_warps=4, num_stages=1)
-        if compute == torch.float32:
-            return cls(block_n=32, num_warps=8, num_stages=1 if wide else 2)
-        if wide and target.is_hopper and held == 1:
-            return cls(block_n=64, num_warps=8, num_stages=5)
-        if wide:
-            return cls(block_n=32, num_warps=4, num_stages=5 if kv_dtype == FP8 and target.is_hopper else 3)
-        if spec.v_dim > NARROW_DIM:
-            return cls(block_n=64, num_warps=4, num_stages=3)
-        if spec.mod is not None:  # what it does between load and dot needs registers
-            return cls(block_n=32, num_warps=2, num_stages=5)
-        if target.is_hopper and held <= (2 if kv_dtype == FP8 else 1):
-            return cls(block_n=128, num_warps=4, num_stages=5)
-        # Few warps and four programs a multiprocessor keep more loads on their way than many warps do.
-        deep = target.is_hopper and (kv_dtype == FP8 or spec.qk_dim <= 64)  # rows of half the bytes
-        return cls(block_n=64, num_warps=2, num_stages=5 if deep else 3)
+        return cls(
+            **tuned(
+                "decode_shares",
+                target,
+                qk_dim=spec.qk_dim,
+                v_dim=spec.v_dim,
+                compute=compute,
+                kv=kv_dtype,
+                modifier=spec.mod is not None,
+                held=held,
+            )
+        )
 
 
 def decode_shares(call: DecodeCall, *, target: Target) -> None:

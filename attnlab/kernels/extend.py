@@ -14,10 +14,11 @@ import torch
 
 from attnlab._triton import jit, tl
 from attnlab.kernels.core import first_visible, join_sink, load_queries, write_rows
-from attnlab.kernels.launch import lifted, padded, sight_constants, slot_stride, tile_constants, written
+from attnlab.kernels.launch import lifted, sight_constants, slot_stride, tile_constants, written
 from attnlab.kernels.sweep import attend_list, attend_new
 from attnlab.kernels.target import Target
-from attnlab.memory.pool import FP8, KVView, compute_dtype
+from attnlab.kernels.tuning import tuned
+from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.extend_call import ExtendCall
 from attnlab.spec import AttentionSpec
 
@@ -46,35 +47,23 @@ class ExtendConfig:
         masked: bool,
         most: int | None,
     ) -> ExtendConfig:
-        """Return the choice for up to `most` queries a request; None: one that holds for any number.
+        """Return the choice of the table (`attnlab.kernels.tuning`) for up to `most` queries a request.
 
-        The one place where it is made: timed on an H200, elsewhere the largest tiles that do not spill. Eight warps
-        want 128 queries: with 64 both halves of them compute the same scores. Tiles of 64 queries and more are dots of
-        warp groups: where the values are narrower than the tile of keys, ptxas 12.8, which comes with Triton 3.6 and
-        3.7, compiles them to wrong results (13.0 does not), so that narrow values get smaller tiles.
+        None: one that holds for any number.
         """
-        widest = max(spec.qk_dim, spec.v_dim)
-        if target.kind == "interpreter":
-            return cls(block_m=64, block_n=128, num_warps=4, num_stages=1)  # its cost is Python per operation
-        if compute == torch.float32:  # no tensor core does fp32 dots
-            return cls(block_m=16, block_n=16 if widest > 256 else 32, num_warps=8, num_stages=1)
-        if widest > 256 and target.kind == "hip":
-            return cls(block_m=16, block_n=16, num_warps=8, num_stages=1)
-        if widest > 256:
-            return cls(block_m=16, block_n=32, num_warps=8 if kv_dtype == FP8 else 4, num_stages=1)
-        if not target.is_hopper:
-            return cls(block_m=64, block_n=32, num_warps=8, num_stages=1)
-        if spec.mod is not None or padded(spec.v_dim) < 64:
-            return cls(block_m=32, block_n=32, num_warps=4, num_stages=1)
-        if widest > 192 or masked:
-            return cls(block_m=128, block_n=32, num_warps=8, num_stages=1)
-        if widest > 128:
-            return cls(block_m=128, block_n=64, num_warps=8, num_stages=2)
-        if most is not None and most <= 16:
-            return cls(block_m=16, block_n=64, num_warps=4, num_stages=3)
-        if widest <= 64 or (most is not None and most <= 64):
-            return cls(block_m=64, block_n=64, num_warps=4, num_stages=2)
-        return cls(block_m=128, block_n=64, num_warps=8, num_stages=3)
+        return cls(
+            **tuned(
+                "extend",
+                target,
+                qk_dim=spec.qk_dim,
+                v_dim=spec.v_dim,
+                compute=compute,
+                kv=kv_dtype,
+                masked=masked,
+                modifier=spec.mod is not None,
+                rows=most,
+            )
+        )
 
 
 def extend(call: ExtendCall, *, target: Target) -> None:

@@ -43,12 +43,15 @@ from attnlab.kernels.launch import (
     written,
 )
 from attnlab.kernels.target import Target
+from attnlab.kernels.tuning import tuned
 from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.extend_call import ExtendCall
 from attnlab.spec import AttentionSpec
 
 FLAG = 1
 """A number of the launch that is always 1, which the compiler does not know."""
+FEW_QUERIES = 64
+"""Up to so many of a request are better served by the smaller tiles of `extend.py`."""
 
 
 def serves(call: ExtendCall, target: Target) -> bool:
@@ -56,7 +59,7 @@ def serves(call: ExtendCall, target: Target) -> bool:
 
     A few queries are better served by smaller tiles, unless no tile may depend on what else is in the batch.
     """
-    few = call.queries.most <= 64 and not call.batch_invariant
+    few = call.queries.most <= FEW_QUERIES and not call.batch_invariant
     return target.is_hopper and not few and has_tiles(call.spec, call.view, call.q.dtype) and can_serve(call)
 
 
@@ -90,12 +93,8 @@ class HopperConfig:
 
     @classmethod
     def choose(cls, spec: AttentionSpec, target: Target) -> HopperConfig:
-        """Return the choice; the one place where it is made."""
-        if target.kind == "interpreter":
-            return cls(block_m=32, block_n=32, num_warps=4, num_stages=1, registers=None)  # some tiles are seen whole
-        if max(spec.qk_dim, spec.v_dim) > 128:
-            return cls(block_m=128, block_n=64, num_warps=8, num_stages=2, registers=None)
-        return cls(block_m=128, block_n=64, num_warps=8, num_stages=2, registers=128)
+        """Return the choice of the table (`attnlab.kernels.tuning`)."""
+        return cls(**tuned("extend_hopper", target, qk_dim=spec.qk_dim, v_dim=spec.v_dim))
 
 
 def extend_hopper(call: ExtendCall, *, target: Target) -> None:

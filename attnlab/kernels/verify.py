@@ -8,7 +8,7 @@ Source of the method: Flash-Decoding (Dao et al., 2023), tree attention of SpecI
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from attnlab.kernels.launch import (
 )
 from attnlab.kernels.sweep import attend_list, attend_new
 from attnlab.kernels.target import Target
-from attnlab.memory.pool import FP8, KVView, compute_dtype
+from attnlab.kernels.tuning import tuned
+from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.extend_call import VerifyCall
 from attnlab.plan.tiles import NARROW_DIM
 from attnlab.spec import AttentionSpec
@@ -53,38 +54,24 @@ class VerifyConfig:
         masked: bool,
         rows: int | None,
     ) -> VerifyConfig:
-        """Return the choice for so many rows (drafts x group) a request; None: one that holds for any number.
+        """Return the choice of the table (`attnlab.kernels.tuning`) for so many rows (drafts x group) a request.
 
-        The one place where it is made: timed on an H200, elsewhere the largest tiles that do not spill. Values narrower
-        than 64 columns get tiles below 64 rows, for the reason that `ExtendConfig.choose` gives.
+        None: one that holds for any number. What few rows cannot fill of a tile is cut off.
         """
-        widest = max(spec.qk_dim, spec.v_dim)
-        if target.kind == "interpreter":
-            return cls(block_m=_tile(rows, 64), block_n=256, num_warps=4, num_stages=1)
-        if compute == torch.float32:  # no tensor core does fp32 dots
-            return cls(block_m=16, block_n=16 if widest > 256 else 32, num_warps=8, num_stages=1)
-        if widest > 256 and target.kind == "hip":
-            return cls(block_m=16, block_n=16, num_warps=8, num_stages=1)
-        if widest > 256 and target.is_hopper and _tile(rows, 32) == 32:
-            return cls(block_m=32, block_n=32, num_warps=8, num_stages=1)
-        if widest > 256:
-            return cls(block_m=16, block_n=32, num_warps=8 if kv_dtype == FP8 else 4, num_stages=1)
-        if widest > 128:
-            return cls(block_m=_tile(rows, 32), block_n=32, num_warps=4, num_stages=1)
-        if not target.is_hopper:
-            return cls(block_m=_tile(rows, 64), block_n=32, num_warps=8, num_stages=1)
-        if spec.mod is not None:
-            return cls(block_m=_tile(rows, 32), block_n=32, num_warps=4, num_stages=3)
-        if masked or padded(spec.v_dim) < 64:
-            return cls(block_m=_tile(rows, 32), block_n=64, num_warps=4, num_stages=3)
-        # The smaller the tile of rows, the more keys a program must have on their way.
-        block_m = _tile(rows, 64)
-        return cls(block_m=block_m, block_n={16: 128, 32: 64, 64: 32}[block_m], num_warps=4, num_stages=3)
-
-
-def _tile(rows: int | None, most: int) -> int:
-    """Return a tile for so many rows, or the largest where any number may come."""
-    return most if rows is None else min(most, padded(rows))
+        found = cls(
+            **tuned(
+                "verify_split",
+                target,
+                qk_dim=spec.qk_dim,
+                v_dim=spec.v_dim,
+                compute=compute,
+                kv=kv_dtype,
+                masked=masked,
+                modifier=spec.mod is not None,
+                rows=rows,
+            )
+        )
+        return found if rows is None else replace(found, block_m=min(found.block_m, padded(rows)))
 
 
 MERGE_BLOCK_N = 32

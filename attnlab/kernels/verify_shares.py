@@ -32,7 +32,6 @@ from attnlab.kernels.launch import (
     early_launch,
     lifted,
     narrow,
-    padded,
     pair_constants,
     plain_scores,
     sight_constants,
@@ -43,10 +42,10 @@ from attnlab.kernels.launch import (
 )
 from attnlab.kernels.pairs import join_columns, load_paired_queries
 from attnlab.kernels.target import Target
+from attnlab.kernels.tuning import tuned
 from attnlab.kernels.verify import MERGE_BLOCK_N, answers_alone, attend_drafts
 from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.extend_call import VerifyCall
-from attnlab.plan.tiles import NARROW_DIM, row_tile
 from attnlab.spec import AttentionSpec
 
 
@@ -70,37 +69,24 @@ class VerifySharesConfig:
         masked: bool,
         rows: int,
     ) -> VerifySharesConfig:
-        """Return the choice for so many rows (drafts x group) a request; the one place where it is made.
+        """Return the choice of the table (`attnlab.kernels.tuning`) for so many rows (drafts x group) a request.
 
-        `masked`: the bits of a mask are read for cached keys. Values are at least as wide as tiles of 64 rows have
-        keys, for the reason that `ExtendConfig.choose` gives.
+        `masked`: the bits of a mask are read for cached keys.
         """
-        tile, wide = min(padded(rows), row_tile(spec.v_dim)), max(spec.qk_dim, spec.v_dim) > 256
-        if target.kind == "interpreter":
-            return cls(block_m=tile, block_n=64, num_warps=4, num_stages=1)  # short ranges have whole tiles too
-        if compute == torch.float32 or target.kind == "hip":
-            return cls(block_m=16, block_n=16 if wide else 32, num_warps=8, num_stages=1)
-        few = tile == 16
-        if wide and not target.is_hopper:
-            return cls(block_m=tile, block_n=32, num_warps=8, num_stages=1)
-        if not target.is_hopper:
-            block_n = 32 if few or spec.v_dim > NARROW_DIM else 64
-            return cls(block_m=min(tile, 32), block_n=block_n, num_warps=4, num_stages=3)
-        if wide:
-            return cls(block_m=tile, block_n=64 if few else 32, num_warps=8, num_stages=3)
-        if spec.v_dim > NARROW_DIM:
-            return cls(block_m=tile, block_n=64 if few else 32, num_warps=4, num_stages=5 if few else 7)
-        if spec.mod is not None or padded(spec.v_dim) < 64:
-            return cls(block_m=min(tile, 32), block_n=64 if few else 32, num_warps=4, num_stages=5)
-        if masked:
-            return cls(block_m=min(tile, 32), block_n=64, num_warps=4, num_stages=5)
-        # The fewer rows, the more keys must be on their way. Of more than 32 two programs take turns to compute.
-        if tile == 32 and not spec.sight.partial:
-            return cls(block_m=32, block_n=128, num_warps=4, num_stages=5)
-        if few:
-            bounded = spec.sight.partial
-            return cls(block_m=16, block_n=64 if bounded else 128, num_warps=4, num_stages=7 if bounded else 5)
-        return cls(block_m=64, block_n=64, num_warps=4, num_stages=5 if tile == 64 else 7)
+        return cls(
+            **tuned(
+                "verify_shares",
+                target,
+                qk_dim=spec.qk_dim,
+                v_dim=spec.v_dim,
+                compute=compute,
+                kv=kv_dtype,
+                masked=masked,
+                modifier=spec.mod is not None,
+                rows=rows,
+                bounded=spec.sight.partial,
+            )
+        )
 
 
 def verify_shares(call: VerifyCall, *, target: Target) -> None:
