@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from attnlab.assets import data_path, load_json
 from attnlab.bench.trials import SOURCE
 from attnlab.bench.workloads import workloads
-from attnlab.inspect import resources
+from attnlab.inspect.resources.shapes import SHAPES
 from attnlab.kernels import tuning
 from attnlab.kernels.decode import SplitConfig
 from attnlab.kernels.decode_latent import LatentConfig
@@ -85,7 +85,8 @@ PAIRS: list[tuple[Callable[[], Any], tuple[int | None, ...]]] = [
     (lambda: verify(rows=12, target=TARGETS[4]), (16, 32, 8, 1)),
     (lambda: verify(rows=48, of=GEMMA), (32, 32, 4, 1)),
     (lambda: verify_shares(rows=16), (16, 128, 4, 5)),
-    (lambda: verify_shares(rows=20), (64, 64, 4, 7)),
+    (lambda: verify_shares(rows=20), (32, 128, 4, 5)),
+    (lambda: verify_shares(rows=40), (64, 64, 4, 5)),
     (lambda: verify_shares(rows=20, masked=True), (32, 64, 4, 5)),
     (lambda: verify_shares(rows=16, of=spec(window=99)), (16, 64, 4, 7)),
     (lambda: verify_shares(rows=64, of=GEMMA, target=INTERPRETER), (32, 64, 4, 1)),
@@ -116,7 +117,7 @@ def test_known_shapes_have_known_configs(choose: Callable[[], Any], expected: tu
 
 
 def test_all_shapes_that_are_compiled_have_a_row_on_every_target() -> None:
-    for shape in resources.SHAPES:
+    for shape in SHAPES:
         for target in TARGETS:
             of, view = shape.spec(), shape.view()
             dtypes = {"compute": shape.dtype, "kv_dtype": view.k.dtype}
