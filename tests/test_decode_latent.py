@@ -160,6 +160,7 @@ def test_tiles_are_wide_where_many_heads_read_latent_rows_in_half_precision() ->
     assert shares_tile([spec(), spec(heads=16)], **mla) == HEAD_TILE
     assert shares_tile([spec(v_dim=288, qk_dim=352)], **mla) == HEAD_TILE  # the values are no main tile
     assert shares_tile([spec(qk_dim=512)], **mla) == HEAD_TILE  # there are no other columns
+    assert shares_tile([spec(v_dim=32, qk_dim=48)], **mla) == HEAD_TILE  # values narrower than a tile of keys
     assert shares_tile([spec(qk_dim=640)], **mla) == HEAD_TILE  # two tiles of its rows fit no multiprocessor
     assert shares_tile([MLA_WITH_MOD.spec()], **mla) == HEAD_TILE
     assert shares_tile([spec()], mla=True, kv_dtype=torch.float8_e4m3fn) == HEAD_TILE

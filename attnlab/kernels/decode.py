@@ -148,7 +148,7 @@ def decode_merge(call: DecodeCall, *, target: Target) -> None:
         lse.stride(0),
         lse.stride(1),
         **constants,
-        **merge_options(target, num_warps=4),
+        **merge_options(target, num_warps=2),
     )
     if rows is not out:
         out.copy_(rows)

@@ -84,5 +84,5 @@ def merge_variant(shape: Shape, target: Target, *, shared_ranges: int | None = N
         constants=decode.merge_constants(
             spec=shape.spec(), target=target, has_lse=True, persistent=shared, ranges=shared_ranges or 1, owners=64
         ),
-        options=merge_options(target, num_warps=4),
+        options=merge_options(target, num_warps=2),
     )
