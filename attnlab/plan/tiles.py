@@ -49,13 +49,9 @@ def shares_tile(layers: Sequence[AttentionSpec], *, mla: bool, kv_dtype: torch.d
 def _many_over_latent_rows(layer: AttentionSpec) -> bool:
     main, rest = layer.v_dim, layer.qk_dim - layer.v_dim
     many = layer.group > HEAD_TILE and layer.mod is None and layer.qk_dim <= MOST_LATENT_DIM
-    # ptxas 12.8 gets products wrong whose values have fewer columns than there are keys in a tile.
-    return (
-        many
-        and all(x & (x - 1) == 0 for x in (main, rest))
-        and rest >= HEAD_TILE
-        and main >= max(LATENT_TILE, rest + 1)
-    )
+    powers_of_two = all(x & (x - 1) == 0 for x in (main, rest))
+    # ptxas 12.8 gets products wrong whose values have fewer columns than a tile has keys, 64 here.
+    return many and powers_of_two and HEAD_TILE <= rest < main and main >= LATENT_TILE
 
 
 def row_tile(v_dim: int) -> int:

@@ -78,11 +78,12 @@ EVERYTHING: dict[str, Any] = {
     "sinks": True,
     "masked": True,
 }
+BYTES = replace(GQA, name="gqa 4 x 128, fp8", kv_dtype=FP8)
 WINDOW = replace(GQA, name="gqa 4 x 128, window (Mistral)", window=4096)
 TREE = replace(GQA, name="gqa 4 x 128, draft tree", masked=True)
 SHAPES = [
     GQA,
-    replace(GQA, name="gqa 4 x 128, fp8", kv_dtype=FP8),
+    BYTES,
     replace(GQA, name="gqa 4 x 128, fp16", dtype=HALF, kv_dtype=HALF),
     replace(GQA, name="gqa 4 x 128, fp32", dtype=FP32, kv_dtype=FP32),
     replace(GQA, name="gqa 4 x 128, pages of 16", page_size=16),

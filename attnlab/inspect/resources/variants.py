@@ -21,7 +21,7 @@ from attnlab.inspect.resources.several_queries import (
     verify_shares_variant,
     verify_variant,
 )
-from attnlab.inspect.resources.shapes import FP8, GQA, LATENT, MERGED, MHA, MLA, SHAPES, SHARED, TREE, WINDOW
+from attnlab.inspect.resources.shapes import BYTES, FP8, GQA, LATENT, MERGED, MHA, MLA, SHAPES, SHARED, TREE, WINDOW
 from attnlab.kernels import extend_hopper, index, lane_counts, lane_lists
 from attnlab.kernels.target import Target
 from attnlab.plan import size_rules
@@ -39,8 +39,11 @@ def variants(target: Target) -> Iterator[Variant]:
     for shape in SHAPES:
         if (target.has_fp8 or shape.kv_dtype != FP8) and shape.name in SHARED:
             yield shares_variant(shape, target)
-    for shape in LATENT if target.is_hopper else ():
-        yield latent_variant(shape, target)
+    if target.is_hopper:
+        for shape, held in ((GQA, 1), (BYTES, 2), (MLA, 1)):
+            yield shares_variant(shape, target, held=held)
+        for shape in LATENT:
+            yield latent_variant(shape, target)
     for ranges in (1, 66):
         yield merge_variant(MLA, target, shared_ranges=ranges)
     for shape in (GQA, MHA, MLA):
@@ -67,6 +70,7 @@ def variants(target: Target) -> Iterator[Variant]:
             yield verify_shares_variant(shape, target, rows=64)
     for shape in (GQA, WINDOW, MLA):
         yield verify_shares_variant(shape, target, rows=16)
+    yield verify_shares_variant(GQA, target, rows=32)
     yield verify_shares_variant(TREE, target, rows=64)
     for shape in SHAPES:
         if shape.mod is not None or shape.name in MERGED:
