@@ -6,7 +6,7 @@ The score pipeline's order is fixed, here and in every engine: scale, cap, tempe
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -77,6 +77,13 @@ class Sight:
         if self.chunk is not None:
             first = _larger(first, position // self.chunk * self.chunk)
         return first
+
+    def firsts(self, positions: Sequence[int]) -> list[int]:
+        """Return the same for many positions that the host knows: every step asks, for every request."""
+        if self.window is None or self.chunk is not None:
+            return [self.first(position) for position in positions]
+        behind = self.window - 1
+        return [position - behind if position > behind else 0 for position in positions]
 
     def last(self, position: int, *, masked: bool = False) -> int | None:
         """Return the last position that a query at `position` sees; None: no bound but the tokens that there are.

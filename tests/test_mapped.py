@@ -76,7 +76,8 @@ def test_a_pool_names_its_spaces(name: str) -> None:
     assert {way.source for way in ways} == {source} and {way.target for way in ways} == targets
     assert isinstance(pool, KVPool)
     for layer in (4, -1):
-        for call in (pool.translation, pool.view, lambda layer: pool.kept_from(layer, 0)):
+        calls = (lambda layer: pool.kept_from(layer, 0), lambda layer: pool.keeps(layer, [0], first=[0], holding=[0]))
+        for call in (pool.translation, pool.view, *calls):
             with pytest.raises(ValueError, match=f"pool_layer: the pool has layers 0 to 3, got {layer}"):
                 call(layer)
 
@@ -131,6 +132,22 @@ def test_whole_pages_slide_out_once(page_size: int) -> None:
         assert slots.epoch == again
         slots.check_integrity(live=["a"])
     assert slots.tokens_of("a") == 4 * page_size and slots.free_pages == 3
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_one_look_at_many_owners_says_what_each_still_has(page_size: int) -> None:
+    slots = allocator(10, page_size, sliding=10)
+    for owner, slid in (("a", 0), ("b", 2 * page_size), ("c", 3 * page_size)):
+        slots.allocate(owner, 3 * page_size)
+        slots.slide_out(owner, first={"sliding": slid})
+    owners, held = "abc", 3 * page_size
+    for first in ((x, y, z) for x in range(held) for y in range(held) for z in (0, held - 1)):
+        there = all(slots.kept_from(owner, "sliding") <= at for owner, at in zip(owners, first, strict=True))
+        assert slots.keeps("sliding", owners, first=first, holding=[held] * 3) == there
+    assert slots.keeps("sliding", "ab", first=[0, held - 1], holding=[held] * 2)
+    assert not slots.keeps("sliding", "ab", first=[0, held - 1], holding=[held + 1, held]), "nobody has so many"
+    assert not slots.keeps("sliding", "ax", first=[0, 0], holding=[held, 0]), "nobody of that name"
+    assert not slots.keeps("sliding", "a", first=[held + page_size], holding=[held]), "no such position"
 
 
 def test_each_storage_slides_by_its_own_first() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnlab.assets import load_json
-from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec
+from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec, Sight
 
 MODELS: dict[str, dict[str, Any]] = {row["name"]: row for row in load_json("models.json", "models")}
 
@@ -163,3 +163,9 @@ def test_a_latent_models_scale_is_that_of_the_unabsorbed_dimension() -> None:
     spec = ModelSpec.load("DeepSeek-V3").layer(0).attention
     assert (spec.heads, spec.kv_heads, spec.qk_dim, spec.v_dim) == (128, 1, 576, 512)
     assert abs(spec.scale - 192**-0.5) < 1e-9
+
+
+@pytest.mark.parametrize("sight", [Sight(window=1), Sight(window=5), Sight(chunk=4), Sight(window=3, chunk=8), Sight()])
+def test_many_positions_see_back_to_where_each_does(sight: Sight) -> None:
+    positions = range(-1, 30)
+    assert sight.firsts(positions) == [sight.first(position) for position in positions]

@@ -87,6 +87,12 @@ class BasePool:
         self.view(pool_layer)
         return 0
 
+    def keeps(
+        self, pool_layer: int, owners: Sequence[Hashable], *, first: Sequence[int], holding: Sequence[int]
+    ) -> bool:
+        """Return True: what is stored stays."""
+        return not self.lets_go(pool_layer)
+
     def check_integrity(self) -> None:
         """Raise RuntimeError where a page is lost, shared or the sink's."""
         self.allocator.check_integrity()

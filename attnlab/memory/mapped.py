@@ -46,6 +46,11 @@ class Storage:
         """Pages in use, in ascending order."""
         return sorted(self._page_of.values())
 
+    @property
+    def table_pages(self) -> Collection[int]:
+        """Pages of the table behind which there is a page here."""
+        return self._page_of.keys()
+
     def gone(self, table_pages: Sequence[int]) -> int:
         """Return how many of an owner's pages slid out: they do so from the front, so that the rest are all there."""
         return bisect_left(table_pages, True, key=self._page_of.__contains__)
@@ -143,6 +148,18 @@ class MappedAllocator(SlotAllocator):
     def kept_from(self, owner: Hashable, name: str) -> int:
         """Return the first position of this owner that a storage still has a page for; 0 for unknown owners."""
         return self.storage(name).gone(self._pages.get(owner, [])) * self.page_size
+
+    def keeps(self, name: str, owners: Sequence[Hashable], *, first: Sequence[int], holding: Sequence[int]) -> bool:
+        """Whether a storage has a page for each of these owners' position `first`, and so for all behind it.
+
+        False also where one of them is unknown, has fewer tokens than it is `holding`, or no such position.
+        """
+        there, size = self.storage(name).table_pages, self.page_size
+        for owner, position, tokens in zip(owners, first, holding, strict=True):
+            pages, at = self._pages.get(owner), position // size
+            if pages is None or at >= len(pages) or pages[at] not in there or self.tokens_of(owner) < tokens:
+                return False
+        return True
 
     def compact(self, name: str) -> list[tuple[int, int]]:
         """Move a storage's highest pages to its lowest free ones; return the moves (from, to), which the pool copies.

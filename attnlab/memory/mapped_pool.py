@@ -65,6 +65,13 @@ class MappedPool(BasePool):
             "owner of slots is the request's row in the table, and prefixes are not shared (PagedCache sees to both)"
         )
 
+    def keeps(
+        self, pool_layer: int, owners: Sequence[Hashable], *, first: Sequence[int], holding: Sequence[int]
+    ) -> bool:
+        """Whether the layer's storage has all keys of these known owners from `first` on: a look at one page each."""
+        home = of_layer(self.homes, pool_layer)
+        return home not in self.allocator.storages or self.allocator.keeps(home, owners, first=first, holding=holding)
+
     def used_pages(self, storage: str) -> list[int]:
         """Return the pages of a storage that are in use, in ascending order."""
         return self.allocator.storage(storage).used

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -193,6 +193,14 @@ class KVPool(Protocol):
 
     def kept_from(self, pool_layer: int, owner: Hashable, *, holding: int = 0) -> int:
         """Return the first position of this owner that the layer's storage still holds; 0 for unknown owners."""
+
+    def keeps(
+        self, pool_layer: int, owners: Sequence[Hashable], *, first: Sequence[int], holding: Sequence[int]
+    ) -> bool:
+        """Whether the layer's storage has all keys of these known owners from `first` on. What `kept_from` says, fast.
+
+        False also where an owner has fewer slots than it is `holding`, or none at `first`: then ask for each of them.
+        """
 
     def check_integrity(self) -> None:
         """Raise RuntimeError where the bookkeeping is broken."""

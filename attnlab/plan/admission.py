@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
@@ -76,19 +77,24 @@ class Admission:
                 raise TypeError(f"batch: expected {kinds}, got {describe(batch)}")
         self._check_encoder(batch.encoder)
 
+    @cached_property
+    def cross(self) -> tuple[int, ...]:
+        """The numbers of the layers that read an encoder's keys."""
+        return self.model.cross
+
     def _check_encoder(self, encoder: Encoder | None) -> None:
         """Raise ValueError unless the batch has an encoder exactly where the model has layers that read one."""
-        cross, name = self.model.cross, self.model.name
-        require(
-            encoder is None or bool(cross),
-            f"encoder: no layer of model {name!r} reads an encoder's keys (has `cross`), got one; leave it away",
-        )
-        require(
-            encoder is not None or not cross,
-            f"encoder: layer {', '.join(map(str, cross[:4]))} of model {name!r} reads an encoder's keys, the batch has "
-            "none; pass encoder=Encoder.of(rows=..., lens=..., device=...), one row a request",
-        )
+        cross, name = self.cross, self.model.name
+        if encoder is None and cross:
+            raise ValueError(
+                f"encoder: layer {', '.join(map(str, cross[:4]))} of model {name!r} reads an encoder's keys, the batch "
+                "has none; pass encoder=Encoder.of(rows=..., lens=..., device=...), one row a request"
+            )
         if encoder is not None:
+            require(
+                bool(cross),
+                f"encoder: no layer of model {name!r} reads an encoder's keys (has `cross`), got one; leave it away",
+            )
             lens = encoder.lens
             self._check_rows(encoder.rows, _Asked.of(lens), query=lens, behind=0, cross=True)
 
@@ -137,34 +143,38 @@ class Admission:
     def _check_lens(self, asked: _Asked, lens: Lens, *, cross: bool = False) -> None:
         """Raise ValueError where requests are longer than the table or the model lets them be, or counted elsewhere."""
         name = "encoder.lens" if cross else "seq"
-        require(
-            asked.bound <= self.longest(Sight(cross=cross)),
-            f"{name}: a request of up to {asked.bound:,} tokens, but the table has {self.table.max_context:,} columns"
-            + ("" if cross else f" and the model a context of {self.model.context_len:,}"),
-        )
-        require(
-            same_device(lens.device.device, self.pool.device),
-            f"{name}: expected lengths on {self.pool.device} like the pool, got {lens.device.device}",
-        )
+        columns = self.table.max_context
+        if asked.bound > (columns if cross else min(columns, self.model.context_len)):
+            context = "" if cross else f" and the model a context of {self.model.context_len:,}"
+            raise ValueError(
+                f"{name}: a request of up to {asked.bound:,} tokens, but the table has {columns:,} columns{context}"
+            )
+        if not same_device(lens.device.device, self.pool.device):
+            raise ValueError(f"{name}: expected lengths on {self.pool.device} like the pool, got {lens.device.device}")
 
     def _check_kept(self, rows: Sequence[int], least: Sequence[int], behind: int, asked: _Asked, cross: bool) -> None:
         """Raise ValueError where a storage has let go of what a first query sees, or of where a new token goes."""
         lengths = [asked.bound] * len(rows) if asked.values is None else asked.values
         name = "encoder.rows" if cross else "rows"
         for kind, layers in self._kinds(cross):
-            if not self.pool.lets_go(layers[0].pool_layer):
-                continue  # every step asks, for every request
+            place = layers[0].pool_layer
+            if not self.pool.lets_go(place):
+                continue
+            first = kind.sight.firsts([cached - behind for cached in least])
+            holding = least if asked.values is None else asked.values
+            if self.pool.keeps(place, rows, first=first, holding=holding):
+                continue  # most steps: words only where they are needed
             for r, (row, cached, length) in enumerate(zip(rows, least, lengths, strict=True)):
                 if length == 0:
                     continue
-                holding = cached if asked.values is None else length
-                kept = self.pool.kept_from(layers[0].pool_layer, row, holding=holding)
+                held = cached if asked.values is None else length
+                kept = self.pool.kept_from(place, row, holding=held)
                 query = cached - behind
-                first = kind.sight.first(query)
-                if first < min(kept, length):
+                seen = kind.sight.first(query)
+                if seen < min(kept, length):
                     unknown = " if it is as short as `least` lets it be" if asked.values is None else ""
                     raise ValueError(
-                        f"{name}: request {r} (row {row}): its query at position {query}{unknown} sees back to {first} "
+                        f"{name}: request {r} (row {row}): its query at position {query}{unknown} sees back to {seen} "
                         f"in layer {layers[0].index} ({kind.sight}), but keys before {kept} have slid out of the pool"
                     )
 
