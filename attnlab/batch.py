@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass, field, fields
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -21,6 +21,7 @@ from attnlab.mask import CAUSAL, Causal, CustomMask, Mask, depths
 
 MAX_LEN = 2**30
 """Tokens of a request, and of a batch. Offsets are int32; half of their range leaves room for rounding up."""
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -434,27 +435,40 @@ def _check_encoder(encoder: Encoder | None, lens: Lens) -> None:
 
 def lens_of(batch: Batch | DraftBatch) -> list[Lens]:
     """Return all lengths of a batch's own rows: the encoder's are of others."""
-    values = (getattr(batch, part.name) for part in fields(batch))
+    values = (getattr(batch, name) for name in names_of(type(batch)))
     return [value for value in values if isinstance(value, HostLens | DeviceLens)]
 
 
 def owned(batch: B) -> B:
     """Return the batch in memory of its own, but for a custom mask: a server counts its lengths on in place."""
-    return replace(batch, **_copies(batch))
+    return _copied(batch)
 
 
-def _copies(parts: Batch | DraftBatch | Encoder) -> dict[str, Any]:
-    """Return copies of the fields that hold tensors, by name."""
-    copies: dict[str, Any] = {}
-    for part in fields(parts):
-        value = getattr(parts, part.name)
-        if isinstance(value, HostLens | DeviceLens):
-            copies[part.name] = replace(value, device=value.device.clone())
-        elif isinstance(value, Tensor):
-            copies[part.name] = value.clone()
-        elif isinstance(value, Encoder):
-            copies[part.name] = replace(value, **_copies(value))
-    return copies
+def _copied(parts: T) -> T:
+    """Return a copy of a dataclass with slots whose tensors are copies, also those of lengths and of an encoder in it.
+
+    The parts were checked when they were made, and copies are as they are: nothing is looked at again.
+    """
+    copy: T = object.__new__(type(parts))
+    for name in names_of(type(parts)):
+        value = getattr(parts, name)
+        if isinstance(value, Tensor):
+            value = value.clone()
+        elif isinstance(value, HostLens | DeviceLens | Encoder):
+            value = _copied(value)
+        object.__setattr__(copy, name, value)
+    return copy
+
+
+def names_of(kind: type) -> tuple[str, ...]:
+    """Return the names of a dataclass's fields, which `fields` collects anew each time: every step asks."""
+    names = _NAMES.get(kind)
+    if names is None:
+        names = _NAMES[kind] = tuple(part.name for part in fields(kind))
+    return names
+
+
+_NAMES: dict[type, tuple[str, ...]] = {}
 
 
 def _check_mask(mask: Mask, prefix: Lens, new: Lens) -> None:

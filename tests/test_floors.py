@@ -15,11 +15,13 @@ PACKAGE, TESTS = ROOT / "attnlab", ROOT / "tests"
 FLOORS = {
     "_boot": 0,
     "_triton": 0,
+    "arguments": 0,
     "assets": 0,
     "batch": 0,
     "mask": 0,
     "checks": 0,
     "files": 0,
+    "grad": 0,
     "registry": 0,
     "spec": 0,
     "units": 0,

@@ -3,6 +3,12 @@
 Its plan is made by the same code as any other; what is fixed is the memory that it lies in. On a CPU, which has no
 CUDA graphs, `rerun=True` runs the step again over the same fixed memory.
 
+When it pays: an eager call costs the host the same however much the device has to do, layer after layer; a replay costs
+it one launch for the whole step. Where the device is done with a layer before the host has launched the next one, which
+is so for small batches over short contexts, it waits for the host unless the step is replayed. Where it has more to do,
+as for long contexts, the host is ahead, and a graph saves nothing but the host's own time.
+`attnlab bench --host` measures the host's side, `attnlab bench` the device's.
+
 A decode loop appends a token to every request, plans the step, fills the inputs in place, and replays:
 
 >>> import torch, attnlab

@@ -15,6 +15,7 @@ from torch import Tensor
 from attnlab.backend import AttentionBackend
 from attnlab.batch import ExtendBatch, VerifyBatch
 from attnlab.checks import describe, require, tensor
+from attnlab.grad import without_gradients
 from attnlab.graphs.memory import AnyBatch, Filled, PlanMemory, check_apart, recorded_in, storage_of, tensors_of
 from attnlab.graphs.shapes import Shape
 from attnlab.kernels.target import launching_on
@@ -135,7 +136,7 @@ class Graph:
         """Bytes of the fixed memory."""
         return sum(x.nbytes for x in self.buffers.values())
 
-    @torch.no_grad()
+    @without_gradients
     def plan(self, batch: AnyBatch) -> Filled:
         """Fill the graph's memory with the plan of a step, and return it. All is checked before anything is written.
 
@@ -162,7 +163,7 @@ class Graph:
                 self._graph.replay()
         return _cut(self._result, self._live)
 
-    @torch.no_grad()
+    @without_gradients
     def run(self, batch: AnyBatch, **inputs: Tensor) -> Any:
         """Plan a step, copy its inputs (a row per query token) to the graph's, and replay it.
 

@@ -7,7 +7,7 @@ there the plan is made as ever and copied to where the first one lies.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnlab.batch import Batch, DeviceLens, DraftBatch, ExtendBatch, HostLens, VerifyBatch, lens_of
+from attnlab.batch import Batch, DeviceLens, DraftBatch, ExtendBatch, HostLens, VerifyBatch, lens_of, names_of
 from attnlab.checks import require
 from attnlab.kernels.target import launching_on
 from attnlab.mask import CustomMask
@@ -28,6 +28,8 @@ AnyBatch = Batch | DraftBatch
 """What a graph can be captured for."""
 Filled = Plan | DraftPlan
 """The plan of such."""
+Pair = tuple[str, Tensor, Tensor]
+"""A name, and what the memory and a step's batch have under it."""
 
 
 class PlanMemory:
@@ -38,6 +40,7 @@ class PlanMemory:
 
     def __init__(self, planner: Planner, batch: AnyBatch, *, max_ranges: int, recorded: bool) -> None:
         self._planner, self.batch, self._max_ranges = planner, batch, max_ranges
+        self._own = {storage_of(x): f"batch.{name}" for name, x, _ in _pairs(batch, batch)}
         self._on_host = isinstance(planner.policy, HostPolicy)
         self.graph = torch.cuda.CUDAGraph() if recorded and not self._on_host else None
         policy = Room(planner.policy) if isinstance(planner.policy, HostPolicy) else planner.policy
@@ -56,10 +59,11 @@ class PlanMemory:
 
         What can be refused is refused before anything is written, and before that turn ends.
         """
-        check_room(self.batch, given)
+        pairs = list(_pairs(self.batch, given))
+        check_room(self.batch, given, pairs, self._own)
         made = self._made(padded_on_host(self.batch, given)) if self._on_host else None
         self.turn.over = True
-        refill_batch(self.batch, given)
+        refill_batch(given, pairs)
         with launching_on(self.batch.rows.device):
             if self.graph is not None:
                 self.graph.replay()
@@ -105,16 +109,20 @@ def renewed(plan: Filled, *, epoch: int, turn: Turn) -> Filled:
     return replace(plan, epoch=epoch, turn=turn)
 
 
-def check_room(memory: AnyBatch, given: AnyBatch) -> None:
-    """Raise ValueError where the memory is too small for a step's batch, or its mask lies askew in the memory's own."""
+def check_room(memory: AnyBatch, given: AnyBatch, pairs: Sequence[Pair], own: Mapping[int, str]) -> None:
+    """Raise ValueError where the memory is too small for a step's batch, or its mask lies askew in the memory's own.
+
+    `own` names the memory's tensors by the address of their storage.
+    """
     _check_totals(memory, given)
-    own = {storage_of(there): f"batch.{name}" for name, there, _ in _pairs(memory, given)}
-    for name, there, here in _pairs(memory, given):
+    for name, there, here in pairs:
         room, live = there.shape[0], here.shape[0]
-        require(live <= room, f"{name}: expected at most the {room:,} entries that were captured, got {live:,}")
+        if live > room:
+            raise ValueError(f"{name}: expected at most the {room:,} entries that were captured, got {live:,}")
         if name != "mask":
             check_apart(name, here, there, own)
-        askew = name == "mask" and _shares(there, here) and there.data_ptr() != here.data_ptr()
+            continue
+        askew = _shares(there, here) and there.data_ptr() != here.data_ptr()
         require(not askew, "mask: lies in the graph's own memory, but not at their beginning; fill them from the front")
 
 
@@ -126,9 +134,11 @@ def check_apart(name: str, x: Tensor, there: Tensor, own: Mapping[int, str]) -> 
     if x.numel() == 0:
         return
     owner = own.get(storage_of(x))
+    if owner is None:
+        return
     in_place = _shares(x, there) and x.data_ptr() == there.data_ptr() and x.is_contiguous()
     require(
-        owner is None or in_place,
+        in_place,
         f"{name}: lies in the graph's own memory ({owner}), elsewhere than where it is copied to, and might be "
         f"overwritten before it is read; pass {name}.clone()",
     )
@@ -136,41 +146,43 @@ def check_apart(name: str, x: Tensor, there: Tensor, own: Mapping[int, str]) -> 
 
 def _check_totals(memory: AnyBatch, given: AnyBatch) -> None:
     """Raise ValueError where requests have more tokens together than there is room for: lists would be cut off."""
-    for field in fields(memory):
-        there, here = getattr(memory, field.name), getattr(given, field.name)
+    for name in names_of(type(memory)):
+        there, here = getattr(memory, name), getattr(given, name)
         if not isinstance(there, HostLens | DeviceLens) or not isinstance(here, HostLens | DeviceLens):
             continue
         total, room = min(here.bound_total, here.bound_max * here.count), there.bound_total
-        bound, promise = ("", "") if isinstance(here, HostLens) else ("up to ", "promise a smaller bound_total, or ")
-        require(
-            total <= room,
-            f"{field.name}: {bound}{total:,} tokens in all, the graph was captured for {room:,}, the backend's "
-            f"max_tokens; {promise}build the backend with max_tokens of at least {total:,} (tokens whose slots several "
-            "requests share count for each of them), and capture again",
-        )
+        if total > room:
+            known = isinstance(here, HostLens)
+            bound, promise = ("", "") if known else ("up to ", "promise a smaller bound_total, or ")
+            raise ValueError(
+                f"{name}: {bound}{total:,} tokens in all, the graph was captured for {room:,}, the backend's "
+                f"max_tokens; {promise}build the backend with max_tokens of at least {total:,} (tokens whose slots "
+                "several requests share count for each of them), and capture again"
+            )
 
 
-def refill_batch(memory: AnyBatch, given: AnyBatch) -> None:
-    """Copy a step's batch, which fits, to the front of the memory; all rows behind it become padding.
+def refill_batch(given: AnyBatch, pairs: Sequence[Pair]) -> None:
+    """Copy a step's batch, which fits, to the front of the memory it is paired with; all rows behind it become padding.
 
     Entries of a mask that were written in place are not copied, and what lies behind them stays. Behind entries that
     are copied an earlier step's stay where the host knows that nobody reads them; else they are cleared, as 0 hides.
     """
     whole = all(isinstance(lens, HostLens) for lens in lens_of(given))  # a mask then has an entry for every pair
-    for name, there, here in _pairs(memory, given):
+    for name, there, here in pairs:
         live, in_place = here.shape[0], name == "mask" and _shares(there, here)
+        full = live == there.shape[0]
         if not in_place:
-            there[:live].copy_(here, non_blocking=True)
-        if name != "mask" or not (in_place or whole):
+            (there if full else there[:live]).copy_(here, non_blocking=True)
+        if not full and (name != "mask" or not (in_place or whole)):
             there[live:].zero_()
 
 
-def _pairs(memory: AnyBatch, given: AnyBatch) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _pairs(memory: AnyBatch, given: AnyBatch) -> Iterator[Pair]:
     """Go through what the memory and a step's batch both keep on the device, by name."""
-    for field in fields(memory):
-        there, here = _tensor(getattr(memory, field.name)), _tensor(getattr(given, field.name))
+    for name in names_of(type(memory)):
+        there, here = _tensor(getattr(memory, name)), _tensor(getattr(given, name))
         if there is not None and here is not None:
-            yield field.name, there, here
+            yield name, there, here
 
 
 def storage_of(x: Tensor) -> int:
@@ -242,11 +254,11 @@ def tensors_of(path: str, x: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _tensor(x: Any) -> Tensor | None:
     """Return what a field of a batch keeps on the device."""
-    if isinstance(x, CustomMask):
-        return x.bits
+    if isinstance(x, Tensor):
+        return x
     if isinstance(x, HostLens | DeviceLens):
         return x.device
-    return x if isinstance(x, Tensor) else None
+    return x.bits if isinstance(x, CustomMask) else None
 
 
 @dataclass(frozen=True)

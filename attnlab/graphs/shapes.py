@@ -76,10 +76,10 @@ class Shape(ABC):
             "batch: encoder lengths are not served by a graph; run a step with an encoder without one",
         )
         count = batch.rows.shape[0]
-        require(
-            count <= self.requests,
-            f"batch: a step of {count} requests, the graph was captured for {self.requests}; capture a larger one",
-        )
+        if count > self.requests:
+            raise ValueError(
+                f"batch: a step of {count} requests, the graph was captured for {self.requests}; capture a larger one"
+            )
         self._check_lens(batch)
 
     @classmethod
@@ -348,11 +348,11 @@ def _check_bools(**given: bool) -> None:
 
 def check_bound(name: str, lens: Lens, most: int) -> None:
     """Raise ValueError where a request may be longer than was captured."""
-    require(
-        lens.bound_max <= most,
-        f"{name}: a request of up to {lens.bound_max:,} tokens, the graph was captured for {most:,}; capture a larger "
-        "one",
-    )
+    if lens.bound_max > most:
+        raise ValueError(
+            f"{name}: a request of up to {lens.bound_max:,} tokens, the graph was captured for {most:,}; capture a "
+            "larger one"
+        )
 
 
 def check_mask(mask: Mask, prefix: Lens, new: Lens, *, masked: bool, cached_visible: bool) -> None:

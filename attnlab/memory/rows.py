@@ -7,13 +7,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attnlab.checks import require, tensor
+from attnlab.grad import without_gradients
 from attnlab.memory.pool import KVView
 
 FP8_MAX = 448.0
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-@torch.no_grad()
+@without_gradients
 def store_rows(view: KVView, slots: Int[Tensor, " tokens"], k: Tensor, v: Tensor | None) -> None:
     """Store K `[tokens, kv_heads, qk_dim]` and V `[tokens, kv_heads, v_dim]`; both are checked before either.
 
@@ -35,7 +36,7 @@ def store_rows(view: KVView, slots: Int[Tensor, " tokens"], k: Tensor, v: Tensor
     scatter(view.v, slots, v_rows)
 
 
-@torch.no_grad()
+@without_gradients
 def copy_rows(view: KVView, source: Int[Tensor, " tokens"], target: Int[Tensor, " tokens"]) -> None:
     """Copy stored rows, all of which are read before one is written."""
     heads = torch.arange(view.kv_heads, device=view.k.device)

@@ -121,6 +121,11 @@ class Planner:
         return kinds
 
     @cached_property
+    def lane_of_layer(self) -> dict[int, int]:
+        """The number of each layer's lane."""
+        return {layer.index: i for i, layers in enumerate(self.kinds.values()) for layer in layers}
+
+    @cached_property
     def contexts(self) -> dict[Kind, SplitContext]:
         """What the policy may look at for each kind of layer, in a decode."""
         return {kind: self.context(layers) for kind, layers in self.kinds.items()}
@@ -153,7 +158,7 @@ class Planner:
         return DecodePlan(
             batch=batch,
             lanes=self._split_lanes(own, batch.encoder, batch.seq.count, None, max_ranges),
-            lane_of_layer=_lane_of_layer(self.kinds),
+            lane_of_layer=dict(self.lane_of_layer),
             epoch=self.pool.epoch,
             multiprocessors=self.multiprocessors,
         )
@@ -180,7 +185,7 @@ class Planner:
             batch=batch,
             queries=self._queries(batch.prefix, batch.new, new, batch.mask, depth=None, ordered=True),
             lanes=tuple(lanes),
-            lane_of_layer=_lane_of_layer(self.kinds),
+            lane_of_layer=dict(self.lane_of_layer),
             epoch=self.pool.epoch,
             one_pass=self.one_pass,
         )
@@ -195,7 +200,7 @@ class Planner:
             lanes=self._split_lanes(
                 own, batch.encoder, new.capacity, new.extent, max_ranges, drafts=max(1, queries.most)
             ),
-            lane_of_layer=_lane_of_layer(self.kinds),
+            lane_of_layer=dict(self.lane_of_layer),
             epoch=self.pool.epoch,
             multiprocessors=self.multiprocessors,
         )
@@ -208,7 +213,7 @@ class Planner:
             DecodePlan(
                 batch=DecodeBatch(rows=branches, seq=mine),
                 lanes=tuple(steps_of_lane[i] for steps_of_lane in lanes),
-                lane_of_layer=_lane_of_layer(self.kinds),
+                lane_of_layer=dict(self.lane_of_layer),
                 epoch=self.pool.epoch,
                 multiprocessors=self.multiprocessors,
             )
@@ -356,7 +361,3 @@ def _new_tokens(prefix: Lens, new: Lens) -> _Lists:
     start, ends = held(prefix), held(new).long().cumsum(0).clamp(max=new.bound_total)
     indptr = torch.nn.functional.pad(ends, (1, 0)).int()
     return _Lists(extent=Extent(start=start, start_visible=start, indptr=indptr), capacity=new.bound_total)
-
-
-def _lane_of_layer(kinds: dict[Kind, list[LayerSpec]]) -> dict[int, int]:
-    return {layer.index: i for i, layers in enumerate(kinds.values()) for layer in layers}
