@@ -15,6 +15,8 @@ from torch import Tensor
 from attnlab.batch import Batch, DecodeBatch, DraftBatch, ExtendBatch, HostLens, VerifyBatch
 from attnlab.checks import describe, one_of, positive, require, same_device, tensor
 from attnlab.engines import Engine, engine_for
+from attnlab.grad import without_gradients
+from attnlab.kernels.target import launching_on
 from attnlab.mask import CAUSAL
 from attnlab.memory.pool import KVPool, KVView, compute_dtype
 from attnlab.memory.requests import RequestTable
@@ -144,7 +146,7 @@ class AttentionBackend:
         """
         return self.planner.build(batch, max_ranges=self.workspace.max_ranges)
 
-    @torch.no_grad()
+    @without_gradients
     def decode(
         self,
         layer: int,
@@ -167,15 +169,21 @@ class AttentionBackend:
         included) are filled where given. Everything is checked first: on an error nothing was stored.
         """
         spec = self.model.layer(layer)
-        lane = self._lane(layer, plan)
+        lane, view = self._lane(layer, plan), self.pool.view(spec.pool_layer)
         self._check_apart(q=q, k=k, v=v, out=out, lse=lse)
-        q = _split_heads(q, spec)
+        q, attention = _split_heads(q, spec), spec.attention
         if out is None:
-            out = q.new_empty(lane.splits.reqs, spec.attention.heads, spec.attention.v_dim)
+            out = q.new_empty(lane.splits.reqs, attention.heads, attention.v_dim)
+        repeat = lane.repeats.get((self.workspace, attention)) if self.tracer is None else None
+        if repeat is not None and aux is lse is None and repeat.fits(view, q, out, sinks):
+            self._store(spec, lane, k, v, save=save)
+            with launching_on(self.pool.device):
+                repeat.launch(view, q, out, sinks)
+            return out
         call = DecodeCall(
             layer=layer,
-            spec=spec.attention,
-            view=self.pool.view(spec.pool_layer),
+            spec=attention,
+            view=view,
             lane=lane,
             partials=self.partials(layer, plan),
             q=q,
@@ -186,19 +194,25 @@ class AttentionBackend:
         )
         if self.tracer is not None:
             call = replace(call, times=self.tracer.times_for(call))
-        if spec.attention.cross:
-            _check_stored(layer, k, v)
-        elif save:
-            keys = tensor("k", k, shape=("reqs", "kv_heads", "qk_dim"), dtype=FLOATS, hint="or pass save=False")
-            self.pool.store(spec.pool_layer, lane.write_slots, keys, v)
-        else:
-            require(k is None and v is None, "k, v: with save=False nothing is stored; pass None for both")
-        self.engine.decode(call)
+        self._store(spec, lane, k, v, save=save)
+        repeat = self.engine.decode(call)
+        if repeat is not None:
+            lane.repeats[self.workspace, attention] = repeat
         if self.tracer is not None:
             self.tracer.decoded(call)
         return out
 
-    @torch.no_grad()
+    def _store(self, layer: LayerSpec, lane: Lane, k: Tensor | None, v: Tensor | None, *, save: bool) -> None:
+        """Store what a decode call brings; on an error nothing is."""
+        if layer.attention.cross:
+            _check_stored(layer.index, k, v)
+        elif save:
+            keys = tensor("k", k, shape=("reqs", "kv_heads", "qk_dim"), dtype=FLOATS, hint="or pass save=False")
+            self.pool.store(layer.pool_layer, lane.write_slots, keys, v)
+        elif k is not None or v is not None:
+            raise ValueError("k, v: with save=False nothing is stored; pass None for both")
+
+    @without_gradients
     def extend(
         self,
         layer: int,
@@ -276,7 +290,7 @@ class AttentionBackend:
             self.tracer.attended(call)
         return call.out
 
-    @torch.no_grad()
+    @without_gradients
     def verify(
         self,
         layer: int,
@@ -350,19 +364,18 @@ class AttentionBackend:
         """Return the scratch of this layer and plan: after its call, and until the next, every range's state."""
         lane, spec = plan.lane(layer), self.model.layer(layer).attention
         most, bound = plan.queries.most if isinstance(plan, VerifyPlan) else 1, self.workspace.max_drafts
-        require(
-            most <= bound,
-            f"plan: a request of up to {most} drafts, the scratch is for {bound}; build the backend with a larger "
-            "max_drafts, or call extend, which needs none",
-        )
+        if most > bound:
+            raise ValueError(
+                f"plan: a request of up to {most} drafts, the scratch is for {bound}; build the backend with a larger "
+                "max_drafts, or call extend, which needs none"
+            )
         rows = spec.group * most
         return self.workspace.partials(count=lane.schedule.partials, group=rows, v_dim=spec.v_dim)
 
     def _lane(self, layer: int, plan: DecodePlan) -> Lane:
-        hint = "; decode its steps, one after the other" if isinstance(plan, DraftPlan) else ""
-        require(
-            isinstance(plan, DecodePlan), f"plan: expected a DecodePlan, got {type(plan).__name__}{hint}", TypeError
-        )
+        if not isinstance(plan, DecodePlan):
+            hint = "; decode its steps, one after the other" if isinstance(plan, DraftPlan) else ""
+            raise TypeError(f"plan: expected a DecodePlan, got {type(plan).__name__}{hint}")
         self.check_current(plan)
         lane = plan.lane(layer)
         self._check_policy(lane)
@@ -370,30 +383,29 @@ class AttentionBackend:
 
     def check_current(self, plan: Plan | DraftPlan) -> None:
         """Raise ValueError where a plan is of another state of the pool, or its memory holds the next step's by now."""
-        require(
-            plan.epoch == self.pool.epoch,
-            f"plan: made for another state of the pool (epoch {plan.epoch}, now {self.pool.epoch}): slots were freed "
-            "or moved since, or the plan belongs to another backend; plan again",
-        )
-        require(
-            not plan.turn.over,
-            "plan: it lies in a graph's memory, which was filled for a later step since; plan again",
-        )
+        if plan.epoch != self.pool.epoch:  # every layer asks: words only where they are needed
+            raise ValueError(
+                f"plan: made for another state of the pool (epoch {plan.epoch}, now {self.pool.epoch}): slots were "
+                "freed or moved since, or the plan belongs to another backend; plan again"
+            )
+        if plan.turn.over:
+            raise ValueError("plan: it lies in a graph's memory, which was filled for a later step since; plan again")
 
     def _check_policy(self, lane: Lane) -> None:
         """Raise ValueError where a deterministic backend is given ranges that another policy cut."""
-        require(
-            not self.deterministic or lane.splits.policy in self._labels,
-            f"plan: cut by policy {lane.splits.policy!r}, this deterministic backend's is {self.policy.name!r}; the "
-            "plan belongs to another backend",
-        )
+        if self.deterministic and lane.splits.policy not in self._labels:
+            raise ValueError(
+                f"plan: cut by policy {lane.splits.policy!r}, this deterministic backend's is {self.policy.name!r}; "
+                "the plan belongs to another backend"
+            )
 
     def _check_apart(self, **tensors: Tensor | None) -> None:
         """Raise ValueError where an argument lies in memory that a call writes: the pool, or the scratch."""
         for name, x in tensors.items():
-            if isinstance(x, Tensor) and x.layout == torch.strided and x.numel():
+            if x is not None and isinstance(x, Tensor) and x.layout == torch.strided and x.numel():
                 there = self._memory.get(x.untyped_storage().data_ptr())
-                require(there is None, f"{name}: shares its memory with {there}, which calls write; pass a copy")
+                if there is not None:
+                    raise ValueError(f"{name}: shares its memory with {there}, which calls write; pass a copy")
 
     def _max_ranges(self, max_requests: int, max_tokens: int, max_drafts: int) -> int:
         """Return the most ranges that a batch of so many requests and tokens can be cut into, in any lane and mode."""

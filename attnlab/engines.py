@@ -24,6 +24,7 @@ from attnlab.kernels import extend as triton_extend
 from attnlab.kernels import scores as triton_scores
 from attnlab.kernels import verify as triton_verify
 from attnlab.kernels.index import TritonPlanOps
+from attnlab.kernels.repeat import Repeat
 from attnlab.kernels.target import Target, launching_on
 from attnlab.plan.call import DecodeCall
 from attnlab.plan.extend_call import ExtendCall, VerifyCall
@@ -56,8 +57,11 @@ class Engine(Protocol):
     def check_times(self) -> None:
         """Raise NotImplementedError where this engine's programs cannot note when they ran."""
 
-    def decode(self, call: DecodeCall) -> None:
-        """Attend to every segment of the schedule, leave the states in `call.partials`, merge them into `call.out`."""
+    def decode(self, call: DecodeCall) -> Repeat | None:
+        """Attend to every segment of the schedule, leave the states in `call.partials`, merge them into `call.out`.
+
+        Returns what a call like it may be repeated with, where the engine has such.
+        """
 
     def extend(self, call: ExtendCall) -> None:
         """Attend for every query token of an extend or verify step, into `call.out`."""
@@ -100,12 +104,13 @@ class EagerEngine:
         """Raise NotImplementedError: there are no programs."""
         raise NotImplementedError('times: engine="eager" has no programs to time; use engine="triton" on a GPU')
 
-    def decode(self, call: DecodeCall) -> None:
+    def decode(self, call: DecodeCall) -> Repeat | None:
         """Attend and merge in torch."""
         if call.times is not None:
             self.check_times()
         eager_decode.decode_split(call)
         eager_decode.decode_merge(call)
+        return None
 
     def extend(self, call: ExtendCall) -> None:
         """Attend in torch."""
@@ -173,16 +178,16 @@ class TritonEngine:
             NotImplementedError,
         )
 
-    def decode(self, call: DecodeCall) -> None:
+    def decode(self, call: DecodeCall) -> Repeat | None:
         """Launch the split kernel, then the merge kernel."""
         with launching_on(self.device):
             if not call.lane.schedule.persistent:
-                triton_decode.decode_split(call, target=self.target)
+                split = triton_decode.decode_split(call, target=self.target)
             elif call.head_tile == LATENT_TILE:
-                decode_latent.decode_latent(call, target=self.target)
+                split = decode_latent.decode_latent(call, target=self.target)
             else:
-                decode_shares.decode_shares(call, target=self.target)
-            triton_decode.decode_merge(call, target=self.target)
+                split = decode_shares.decode_shares(call, target=self.target)
+            return Repeat.of(call, split, triton_decode.decode_merge(call, target=self.target))
 
     def extend(self, call: ExtendCall) -> None:
         """Launch an extend kernel."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -104,6 +105,12 @@ class Sight:
         return (" and ".join(parts) or "all keys") + ("" if self.causal else ", both ways")
 
 
+@cache
+def _sight(window: int | None, chunk: int | None, causal: bool, cross: bool) -> Sight:
+    """Every layer of every step asks: what is seen alike is one object."""
+    return Sight(window=window, chunk=chunk, causal=causal, cross=cross)
+
+
 def _larger(a: T, b: T) -> T:
     return torch.maximum(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else max(a, b)
 
@@ -170,7 +177,7 @@ class AttentionSpec:
     @property
     def sight(self) -> Sight:
         """What its queries see."""
-        return Sight(window=self.window, chunk=self.chunk, causal=self.causal and not self.cross, cross=self.cross)
+        return _sight(self.window, self.chunk, self.causal and not self.cross, self.cross)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +245,10 @@ class ModelSpec:
 
     def layer(self, index: int) -> LayerSpec:
         """Return the layer of that number; raise ValueError with the numbers that exist."""
-        for layer in self.layers:
+        layers = self.layers
+        if type(index) is int and 0 <= index < len(layers) and layers[index].index == index:  # no layer left out
+            return layers[index]
+        for layer in layers:
             if layer.index == index and not isinstance(index, bool):
                 return layer
         known = _spans([layer.index for layer in self.layers])

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from attnlab._triton import device_clock, jit, multiprocessor, release_dependents, tl, wait_for_earlier
+from attnlab.arguments import Arguments, Names
 from attnlab.kernels.core import attend_tile, finite_or_zero, join_sink, load_queries, slot_offsets, store_states
-from attnlab.kernels.launch import lifted, merge_options, padded, slot_stride, tile_constants, written
+from attnlab.kernels.launch import merge_options, padded, sendable, tile_constants
+from attnlab.kernels.launcher import Launched, Launcher, with_times
 from attnlab.kernels.target import Target
 from attnlab.kernels.tuning import tuned
 from attnlab.memory.pool import KVView, compute_dtype
@@ -23,6 +25,7 @@ from attnlab.plan.call import DecodeCall
 from attnlab.plan.tiles import HEAD_TILE, head_tiles
 from attnlab.spec import AttentionSpec
 
+OF_OWNERS = Names(free=("owners",))
 MERGERS = 16
 """Programs of a merge that a multiprocessor is given, at most, where most have nothing to merge."""
 LATENT_ABOVE = 256
@@ -44,7 +47,7 @@ class SplitConfig:
         return cls(**tuned("decode_split", target, qk_dim=spec.qk_dim, group=spec.group, compute=compute))
 
 
-def decode_split(call: DecodeCall, *, target: Target) -> None:
+def decode_split(call: DecodeCall, *, target: Target) -> Launched | None:
     """Leave the softmax state of every segment of the schedule in `call.partials`.
 
     Computes: over the keys n of a segment, max = max s[n], sum = sum exp(s[n] - max), acc = sum exp(s[n] - max) v[n].
@@ -54,43 +57,19 @@ def decode_split(call: DecodeCall, *, target: Target) -> None:
     is for.
     Reads/writes: the keys and values of the segment's slots alone; of the partials, the segment's own row.
     """
-    q, view, spec, lane, partials = call.q, call.view, call.spec, call.lane, call.partials
+    spec, lane = call.spec, call.lane
     segments = lane.schedule.segments.shape[0]
     if segments == 0:
-        return
-    constants, options = split_constants(spec=spec, view=view, target=target, q_dtype=q.dtype)
-    q = lifted(q, target)
-    bias = q if call.aux is None else call.aux  # any tensor will do where no modifier reads it
-    k_slot, v_slot = slot_stride(view, view.k), slot_stride(view, view.v)
-    _decode_split_kernel[(segments, head_tiles(spec.group))](
-        q,
-        view.k,
-        view.v,
-        lane.layout.index.slots,
-        lane.layout.index.indptr,
-        lane.layout.start,
-        lane.schedule.segments,
-        partials.acc,
-        partials.max,
-        partials.sum,
-        bias,
-        call.times,
-        spec.scale * view.k_scale,
-        1.0 if spec.softcap is None else spec.softcap,
-        q.stride(0),
-        q.stride(1),
-        view.k.stride(0),  # between pages; where PAGE_SIZE is 1 it goes unread
-        k_slot,
-        view.k.stride(-2),
-        view.v.stride(0),
-        v_slot,
-        view.v.stride(-2),
-        bias.stride(0),
-        bias.stride(1),
-        bias.shape[2],
-        **constants,
-        TIMES=call.times is not None,
-        **options,
+        return None
+    return DECODE_SPLIT.launch(
+        target,
+        (segments, head_tiles(spec.group), 1),
+        (sendable(call, target).arguments, call.view.arguments, lane.arguments, call.partials.arguments),
+        spec=spec,
+        view=call.view,
+        target=target,
+        q_dtype=call.q.dtype,
+        timed=call.times is not None,
     )
 
 
@@ -109,7 +88,7 @@ def split_constants(
     return constants, {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
-def decode_merge(call: DecodeCall, *, target: Target) -> None:
+def decode_merge(call: DecodeCall, *, target: Target) -> Launched | None:
     """Merge every request's partials into `call.out`.
 
     Computes: with M = max of the partials' maxima and of the sink, out = v_scale * sum exp(max - M) acc / Z and
@@ -119,39 +98,62 @@ def decode_merge(call: DecodeCall, *, target: Target) -> None:
     columns; under even shares, where most partials are alone and no row is to be merged, up to a few rows.
     Reads/writes: partials that segments own, through `merge_indptr`; never a row that nobody wrote.
     """
-    out, partials = call.out, call.partials
-    if out.shape[0] == 0:
-        return
-    rows = written(out, target)
-    lse = partials.max if call.lse is None else call.lse
-    owners = out.shape[0] * call.spec.kv_heads
-    constants = merge_constants(
-        spec=call.spec,
+    spec, schedule, requests = call.spec, call.lane.schedule, call.out.shape[0]
+    if requests == 0:
+        return None
+    sent = sendable(call, target)
+    owners = requests * spec.kv_heads
+    tiles = MergeTiles.choose(
+        spec, target, persistent=schedule.persistent, ranges=-(-schedule.partials // owners), owners=owners
+    )
+    launched = DECODE_MERGE.launch(
+        target,
+        (-(-owners // tiles.owners), spec.group, tiles.of_dim),
+        (
+            sent.arguments,
+            call.view.arguments,
+            call.lane.arguments,
+            call.partials.arguments,
+            Arguments(OF_OWNERS, free=(owners,)),
+        ),
+        spec=spec,
         target=target,
         has_lse=call.lse is not None,
-        persistent=call.lane.schedule.persistent,
-        ranges=-(-call.lane.schedule.partials // owners),
-        owners=owners,
+        persistent=schedule.persistent,
+        tiles=tiles,
     )
-    _decode_merge_kernel[(-(-owners // constants["OWNERS"]), call.spec.group, constants["DIM_TILES"])](
-        partials.acc,
-        partials.max,
-        partials.sum,
-        call.lane.schedule.merge_indptr,
-        owners,
-        partials.max if call.sinks is None else call.sinks,
-        rows,
-        lse,
-        call.view.v_scale,
-        rows.stride(0),
-        rows.stride(1),
-        lse.stride(0),
-        lse.stride(1),
-        **constants,
-        **merge_options(target, num_warps=2),
-    )
-    if rows is not out:
-        out.copy_(rows)
+    if sent.out is not call.out:
+        call.out.copy_(sent.out)
+    return launched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeTiles:
+    """How a merge is dealt: columns and partials that are merged at a time, tiles of a row, owners a program."""
+
+    block_v: int
+    block_s: int
+    of_dim: int
+    owners: int
+
+    @classmethod
+    def choose(cls, spec: AttentionSpec, target: Target, *, persistent: bool, ranges: int, owners: int) -> MergeTiles:
+        """Return the choice; the one place where it is made.
+
+        `ranges`: of how many a request has partials, in the mean of what the schedule has room for; `owners`: how many
+        pairs of a request and a KV head there are.
+        """
+        block_v = padded(spec.v_dim)
+        block_s = max(4, 2048 // block_v)
+        if persistent and spec.v_dim > LATENT_ABOVE:
+            # Even shares cut a lone request in as many ranges as there are programs, and of many requests each in few.
+            # Of many partials few columns at a time, so that programs are many and need not walk far.
+            block_s = min(64, padded(ranges)) if ranges > 8 else 8
+            block_v = min(block_v, 4096 // block_s)
+        of_dim = padded(spec.v_dim) // block_v
+        most = max(1, MERGERS * target.multiprocessors // (spec.group * of_dim))
+        each = 1 << (-(-owners // most) - 1).bit_length() if persistent else 1
+        return cls(block_v=block_v, block_s=block_s, of_dim=of_dim, owners=each)
 
 
 def merge_constants(
@@ -159,31 +161,30 @@ def merge_constants(
 ) -> dict[str, Any]:
     """Return the merge kernel's compile-time arguments; under a `persistent` schedule lone partials are answers.
 
-    `ranges`: of how many a request has partials, in the mean of what the schedule has room for; `owners`: how many
-    pairs of a request and a KV head there are.
+    `ranges` and `owners` as `MergeTiles` counts with them.
     """
-    block_v = padded(spec.v_dim)
-    block_s = max(4, 2048 // block_v)
-    if persistent and spec.v_dim > LATENT_ABOVE:
-        # Even shares cut a lone request in as many ranges as there are programs, and of many requests each in few. Of
-        # many partials few columns at a time, so that programs are many and need not walk far.
-        block_s = min(64, padded(ranges)) if ranges > 8 else 8
-        block_v = min(block_v, 4096 // block_s)
-    dim_tiles = padded(spec.v_dim) // block_v
-    most = max(1, MERGERS * target.multiprocessors // (spec.group * dim_tiles))
-    return {
+    tiles = MergeTiles.choose(spec, target, persistent=persistent, ranges=ranges, owners=owners)
+    return _merge_variant(spec=spec, target=target, has_lse=has_lse, persistent=persistent, tiles=tiles)[0]
+
+
+def _merge_variant(
+    *, spec: AttentionSpec, target: Target, has_lse: bool, persistent: bool, tiles: MergeTiles
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the merge kernel's compile-time arguments and launch options."""
+    constants = {
         "KV_HEADS": spec.kv_heads,
         "GROUP": spec.group,
         "V_DIM": spec.v_dim,
-        "BLOCK_V": block_v,
-        "BLOCK_S": block_s,
-        "DIM_TILES": dim_tiles,
+        "BLOCK_V": tiles.block_v,
+        "BLOCK_S": tiles.block_s,
+        "DIM_TILES": tiles.of_dim,
         "HAS_SINKS": spec.has_sinks,
         "HAS_LSE": has_lse,
         "PDL": target.has_pdl,
         "SKIPS_ALONE": persistent,
-        "OWNERS": 1 << (-(-owners // most) - 1).bit_length() if persistent else 1,
+        "OWNERS": tiles.owners,
     }
+    return constants, merge_options(target, num_warps=2)
 
 
 @jit
@@ -451,3 +452,7 @@ def _decode_merge_kernel(
                 HAS_SINKS,
                 HAS_LSE,
             )
+
+
+DECODE_SPLIT = Launcher(_decode_split_kernel, with_times(split_constants))
+DECODE_MERGE = Launcher(_decode_merge_kernel, _merge_variant)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from attnlab._triton import device_clock, jit, multiprocessor, release_dependents, tl, wait_for_earlier
+from attnlab.arguments import Arguments, Names
 from attnlab.kernels.core import (
     finite_or_zero,
     join_sink,
@@ -27,7 +28,8 @@ from attnlab.kernels.core import (
     store_states,
     write_rows,
 )
-from attnlab.kernels.launch import early_launch, lifted, narrow, plain_scores, slot_stride, tile_constants, written
+from attnlab.kernels.launch import early_launch, narrow, plain_scores, sendable, tile_constants
+from attnlab.kernels.launcher import Launched, Launcher, with_times
 from attnlab.kernels.target import Target
 from attnlab.kernels.tuning import tuned
 from attnlab.memory.pool import KVView, compute_dtype
@@ -37,6 +39,7 @@ from attnlab.spec import AttentionSpec
 
 ALWAYS = 3
 """The kernel's `flag`: every branch that asks whether it is above 0, 1 or 2 is taken."""
+TAKEN = Arguments(Names(free=("flag",)), free=(ALWAYS,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +60,7 @@ class LatentConfig:
         return cls(**tuned("decode_latent", target))
 
 
-def decode_latent(call: DecodeCall, *, target: Target) -> None:
+def decode_latent(call: DecodeCall, *, target: Target) -> Launched | None:
     """Leave the softmax state of every segment of the schedule in `call.partials`, and whole answers in `call.out`.
 
     Computes: as `decode_shares`. The layer is one of those that `shares_tile` gives LATENT_TILE.
@@ -67,50 +70,24 @@ def decode_latent(call: DecodeCall, *, target: Target) -> None:
     so that the second finds them in the L2 cache.
     Reads/writes: the latent rows of the segments' slots alone; of partials and outputs, its own rows.
     """
-    q, view, spec, schedule, partials = call.q, call.view, call.spec, call.lane.schedule, call.partials
+    spec, schedule = call.spec, call.lane.schedule
     if call.out.shape[0] == 0:
-        return
-    q = lifted(q, target)
-    rows = written(call.out, target)
-    lse = partials.max if call.lse is None else call.lse
-    constants, options = latent_constants(
-        spec=spec, view=view, target=target, q_dtype=call.q.dtype, has_lse=call.lse is not None
+        return None
+    sent = sendable(call, target)
+    launched = DECODE_LATENT.launch(
+        target,
+        (head_tiles(spec.group, LATENT_TILE), schedule.programs, 1),
+        (sent.arguments, call.view.arguments, call.lane.arguments, call.partials.arguments, TAKEN),
+        spec=spec,
+        view=call.view,
+        target=target,
+        q_dtype=call.q.dtype,
+        has_lse=call.lse is not None,
+        timed=call.times is not None,
     )
-    _decode_latent_kernel[(head_tiles(spec.group, LATENT_TILE), schedule.programs)](
-        q,
-        view.k,
-        call.lane.layout.index.slots,
-        call.lane.layout.index.indptr,
-        call.lane.layout.start,
-        schedule.segments,
-        schedule.program_indptr,
-        partials.acc,
-        partials.max,
-        partials.sum,
-        schedule.merge_indptr,
-        partials.max if call.sinks is None else call.sinks,
-        rows,
-        lse,
-        call.times,
-        spec.scale * view.k_scale,
-        1.0 if spec.softcap is None else spec.softcap,
-        view.v_scale,
-        q.stride(0),
-        q.stride(1),
-        view.k.stride(0),  # between pages; where PAGE_SIZE is 1 it goes unread
-        slot_stride(view, view.k),
-        view.k.stride(-2),
-        rows.stride(0),
-        rows.stride(1),
-        lse.stride(0),
-        lse.stride(1),
-        ALWAYS,
-        **constants,
-        TIMES=call.times is not None,
-        **options,
-    )
-    if rows is not call.out:
-        call.out.copy_(rows)
+    if sent.out is not call.out:
+        call.out.copy_(sent.out)
+    return launched
 
 
 def latent_constants(
@@ -317,3 +294,6 @@ def _decode_latent_kernel(
         tl.store(note, multiprocessor().to(tl.int64))
         tl.store(note + 1, began)
         tl.store(note + 2, device_clock())
+
+
+DECODE_LATENT = Launcher(_decode_latent_kernel, with_times(latent_constants))

@@ -24,17 +24,8 @@ from attnlab.kernels.core import (
     store_states,
     write_rows,
 )
-from attnlab.kernels.launch import (
-    early_launch,
-    lifted,
-    narrow,
-    pair_constants,
-    plain_scores,
-    slot_stride,
-    stored,
-    tile_constants,
-    written,
-)
+from attnlab.kernels.launch import early_launch, narrow, pair_constants, plain_scores, sendable, tile_constants
+from attnlab.kernels.launcher import Launched, Launcher, with_times
 from attnlab.kernels.pairs import join_columns, load_paired_queries
 from attnlab.kernels.target import Target
 from attnlab.kernels.tuning import tuned
@@ -74,7 +65,7 @@ class SharesConfig:
         )
 
 
-def decode_shares(call: DecodeCall, *, target: Target) -> None:
+def decode_shares(call: DecodeCall, *, target: Target) -> Launched | None:
     """Leave the softmax state of every segment of the schedule in `call.partials`, and whole answers in `call.out`.
 
     Computes: as `decode_split`; where a request has one segment of a KV head, what `decode_merge` computes of it too.
@@ -82,65 +73,31 @@ def decode_shares(call: DecodeCall, *, target: Target) -> None:
     Grid: (programs, head tiles): a program owns its segments of the schedule, and up to 16 query heads of a group.
     Reads/writes: the keys and values of the segments' slots alone; of partials and outputs, its own rows.
     """
-    q, view, spec, schedule, partials = call.q, call.view, call.spec, call.lane.schedule, call.partials
+    spec, view, schedule = call.spec, call.view, call.lane.schedule
     if call.out.shape[0] == 0:
-        return
-    q = lifted(q, target)
-    k, v = stored(view)
-    rows = written(call.out, target)
-    lse = partials.max if call.lse is None else call.lse
-    bias = q if call.aux is None else call.aux  # any tensor will do where no modifier reads it
-    grid = (schedule.programs, head_tiles(spec.group))
-    constants, options = shares_constants(
+        return None
+    sent = sendable(call, target)
+    tiles = head_tiles(spec.group)
+    launched = DECODE_SHARES.launch(
+        target,
+        (schedule.programs, tiles, 1),
+        (
+            sent.arguments,
+            view.pair_arguments if view.paired else view.arguments,
+            call.lane.arguments,
+            call.partials.arguments,
+        ),
         spec=spec,
         view=view,
         target=target,
         q_dtype=call.q.dtype,
         has_lse=call.lse is not None,
-        held=target.held(grid[0] * grid[1]),
+        held=target.held(schedule.programs * tiles),
+        timed=call.times is not None,
     )
-    _decode_shares_kernel[grid](
-        q,
-        k,
-        v,
-        call.lane.layout.index.slots,
-        call.lane.layout.index.indptr,
-        call.lane.layout.start,
-        schedule.segments,
-        schedule.program_indptr,
-        partials.acc,
-        partials.max,
-        partials.sum,
-        bias,
-        schedule.merge_indptr,
-        partials.max if call.sinks is None else call.sinks,
-        rows,
-        lse,
-        call.times,
-        spec.scale * view.k_scale,
-        1.0 if spec.softcap is None else spec.softcap,
-        view.v_scale,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),  # between pages; where PAGE_SIZE is 1 it goes unread
-        slot_stride(view, k),
-        k.stride(-2),
-        v.stride(0),
-        slot_stride(view, v),
-        v.stride(-2),
-        bias.stride(0),
-        bias.stride(1),
-        bias.shape[2],
-        rows.stride(0),
-        rows.stride(1),
-        lse.stride(0),
-        lse.stride(1),
-        **constants,
-        TIMES=call.times is not None,
-        **options,
-    )
-    if rows is not call.out:
-        call.out.copy_(rows)
+    if sent.out is not call.out:
+        call.out.copy_(sent.out)
+    return launched
 
 
 def shares_constants(
@@ -381,3 +338,6 @@ def _decode_shares_kernel(
         tl.store(note, multiprocessor().to(tl.int64))
         tl.store(note + 1, began)
         tl.store(note + 2, device_clock())
+
+
+DECODE_SHARES = Launcher(_decode_shares_kernel, with_times(shares_constants))

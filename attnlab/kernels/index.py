@@ -11,7 +11,7 @@ from attnlab._triton import jit, tl
 from attnlab.kernels.drafts import drafts_kernel, fill_drafts
 from attnlab.kernels.index_core import first_seen, storage_ids
 from attnlab.kernels.lanes import cut_for_kernels, lane_in_two_launches
-from attnlab.kernels.target import launching_on
+from attnlab.kernels.target import Target, launching_on
 from attnlab.memory.pool import Translation
 from attnlab.plan.lanes import LaneWork
 from attnlab.plan.layout import DraftLists, Extent
@@ -28,7 +28,7 @@ class TritonPlanOps:
     """PlanOps in Triton kernels, launched on a device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.target = device, Target.of(device)
 
     def pad(self, rows: Tensor, lens: Sequence[Tensor], *, max_requests: int) -> None:
         """Computes: lengths = 0 where the row is not one of 0 to `max_requests` - 1. Grid: a program per 512 requests.
@@ -47,7 +47,7 @@ class TritonPlanOps:
         if cut is None:
             return lane_of_parts(self, work)
         with launching_on(self.device):
-            return lane_in_two_launches(work, cut)
+            return lane_in_two_launches(work, cut, self.target)
 
     def extent(self, *, query: Tensor, end: Tensor, sight: Sight, align: int, capacity: int) -> Extent:
         """Computes: start_visible = min(first position seen from query, end), start = that rounded down to `align`

@@ -6,31 +6,45 @@ Reference: update_sliding_window_buffer and get_num_kv_splits_triton, which the 
 from __future__ import annotations
 
 from attnlab._triton import jit, tl
+from attnlab.arguments import Arguments, Names
 from attnlab.kernels.index_core import first_seen
 from attnlab.kernels.lane_memory import LaneMemory
+from attnlab.kernels.launcher import Launcher
 from attnlab.kernels.shares import begun
+from attnlab.kernels.target import Target
 from attnlab.plan.lanes import LaneWork
 from attnlab.plan.policy import SharePolicy
 from attnlab.plan.size_rules import SizeRule, parts_of
 
 REQUESTS = 512
 """Requests that are counted at once."""
+LISTED = ("reqs", "bound", "behind", "window", "chunk", "capacity")
+OF_SIZES = Names(
+    pointers=("lens_ptr", "start_ptr", "indptr_ptr", "size_ptr", "nominal_ptr", "range_indptr_ptr"),
+    free=(*LISTED, "min_size", "max_ranges", "in_all", "a", "b", "c"),
+)
+OF_SHARES = Names(
+    pointers=("lens_ptr", "start_ptr", "indptr_ptr", "tile_indptr_ptr", "nominal_ptr", "range_indptr_ptr"),
+    free=(*LISTED, "shares", "tile"),
+)
 
 
-def count_lane(work: LaneWork, cut: SharePolicy | SizeRule, memory: LaneMemory) -> None:
+def count_lane(work: LaneWork, cut: SharePolicy | SizeRule, memory: LaneMemory, target: Target) -> None:
     """Computes: of all requests the first positions, the offsets of lists and of ranges, and the range sizes.
 
     Under even shares there are no sizes, but offsets of tiles in the line of all. Grid: one program, which goes over
     all requests twice: for what a rule weighs, or a share is a share of, and for the running sums.
     Reads/writes: lengths are held to their bound, lists to `work.entries`.
     """
-    lists = (
+    pointers = (
         work.lens.device,
         memory.start,
         memory.indptr,
         memory.unit,
         memory.nominal,
         memory.range_indptr,
+    )
+    lists = (
         work.lens.count,
         work.lens.bound_max,
         work.behind,
@@ -39,11 +53,14 @@ def count_lane(work: LaneWork, cut: SharePolicy | SizeRule, memory: LaneMemory) 
         work.entries,
     )
     if isinstance(cut, SharePolicy):
-        count_shares_kernel[(1,)](*lists, cut.shares(work.ctx), cut.tile, BLOCK=REQUESTS)
+        counted = Arguments(OF_SHARES, pointers, free=(*lists, cut.shares(work.ctx), cut.tile))
+        COUNT_SHARES.launch(target, (1, 1, 1), (counted,))
         return
     bounds = work.bounds
     promised = (bounds.min_size, bounds.max_ranges, bounds.in_all or 0)
-    count_sizes_kernel[(1,)](*lists, *promised, *cut.numbers, SIZES=cut.function, BLOCK=REQUESTS)
+    COUNT_SIZES.launch(
+        target, (1, 1, 1), (Arguments(OF_SIZES, pointers, free=(*lists, *promised, *cut.numbers)),), rule=cut.function
+    )
 
 
 @jit
@@ -181,3 +198,7 @@ def count_shares_kernel(
         entries += more
         tiles += tl.sum(own, 0)
         ranges += tl.sum(counts, 0)
+
+
+COUNT_SIZES = Launcher(count_sizes_kernel, lambda *, rule: ({"SIZES": rule, "BLOCK": REQUESTS}, {}))
+COUNT_SHARES = Launcher(count_shares_kernel, lambda: ({"BLOCK": REQUESTS}, {}))

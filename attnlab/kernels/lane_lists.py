@@ -7,11 +7,16 @@ Reference: create_flashinfer_kv_indices_triton, with a program for each request,
 
 from __future__ import annotations
 
+from typing import Any
+
 from attnlab._boot import INTERPRETED
 from attnlab._triton import jit, tl
+from attnlab.arguments import Arguments, Names
 from attnlab.kernels.index_core import storage_ids
 from attnlab.kernels.lane_memory import LaneMemory
+from attnlab.kernels.launcher import Launcher
 from attnlab.kernels.shares import begun, border, last_share, place
+from attnlab.kernels.target import Target
 from attnlab.plan.lanes import LaneWork
 from attnlab.plan.policy import SharePolicy
 from attnlab.plan.size_rules import SizeRule
@@ -20,14 +25,62 @@ ENTRIES, SEGMENTS = 1024, 8192 if INTERPRETED else 256
 """Slots, and segments, that one program writes. The interpreter takes as long for a block of any size; compiled, more
 segments take registers that keep programs of slots from running side by side."""
 
+LISTS = Names(
+    pointers=(
+        "table_ptr",
+        "rows_ptr",
+        "pages_ptr",
+        "start_ptr",
+        "indptr_ptr",
+        "slots_ptr",
+        "new_ptr",
+        "new_indptr_ptr",
+        "write_ptr",
+        "unit_ptr",
+        "range_indptr_ptr",
+        "merge_indptr_ptr",
+        "request_ptr",
+        "range_start_ptr",
+        "range_end_ptr",
+        "segments_ptr",
+        "program_indptr_ptr",
+    ),
+    numbers=("table_stride", "table_rows", "columns", "page_size"),
+    free=(
+        "range_programs",
+        "token_programs",
+        "num_pages",
+        "stride",
+        "reqs",
+        "rounds",
+        "entries",
+        "tokens",
+        "bound",
+        "behind",
+        "capacity",
+        "kv_heads",
+        "shares",
+        "tile",
+    ),
+)
+
 
 def range_constants(kv_heads: int) -> dict[str, int]:
     """Return how many KV heads a block of segments has, a power of two, and of how many ranges it is."""
-    heads = 1 << (kv_heads - 1).bit_length()
-    return {"HEADS": heads, "RANGES": max(1, SEGMENTS // heads)}
+    return {"HEADS": heads_at_once(kv_heads), "RANGES": ranges_at_once(kv_heads)}
 
 
-def write_lane(work: LaneWork, cut: SharePolicy | SizeRule, memory: LaneMemory) -> None:
+def heads_at_once(kv_heads: int) -> int:
+    """Return how many KV heads a block of segments has."""
+    return 1 << (kv_heads - 1).bit_length()
+
+
+def ranges_at_once(kv_heads: int) -> int:
+    """Return of how many ranges a block of segments is."""
+    return max(1, SEGMENTS // heads_at_once(kv_heads))
+
+
+def write_lane(work: LaneWork, cut: SharePolicy | SizeRule, memory: LaneMemory, target: Target) -> None:
     """Computes: storage ids of what the lists hold and of where new tokens go; ranges, segments, programs' offsets.
 
     Grid: programs for blocks of ranges and shares, then for blocks of new tokens, then for blocks of slots.
@@ -35,51 +88,51 @@ def write_lane(work: LaneWork, cut: SharePolicy | SizeRule, memory: LaneMemory) 
     """
     table, translation, written = work.source.table, work.source.translation, work.written
     shares, tile = (cut.shares(work.ctx), cut.tile) if isinstance(cut, SharePolicy) else (0, 0)
-    constants = range_constants(work.ctx.kv_heads)
     # A block of numbers stands for ranges, for shares and for requests.
-    range_programs = -(-(max(work.ranges, shares, work.lens.count) + 1) // constants["RANGES"])
+    range_programs = -(-(max(work.ranges, shares, work.lens.count) + 1) // ranges_at_once(work.ctx.kv_heads))
     token_programs = 0 if work.sight.cross else -(-work.tokens // ENTRIES)
     slot_programs = -(-work.entries // ENTRIES)
-    write_lane_kernel[(range_programs + token_programs + slot_programs,)](
-        table,
-        work.rows,
-        translation.pages,
-        memory.start,
-        memory.indptr,
-        memory.slots,
-        work.lens.device if written is None else written.start,
-        None if written is None else written.indptr,
-        memory.write,
-        memory.unit,
-        memory.range_indptr,
-        memory.merge_indptr,
-        memory.request,
-        memory.range_start,
-        memory.range_end,
-        memory.segments,
-        memory.program_indptr,
-        range_programs,
-        token_programs,
-        table.stride(0),
-        table.shape[0],
-        table.shape[1],
-        0 if translation.pages is None else translation.pages.shape[0],
-        translation.page_size,
-        translation.stride,
-        work.lens.count,
-        work.lens.count.bit_length(),
-        work.entries,
-        work.tokens,
-        work.lens.bound_max,
-        work.behind,
-        work.ranges,
-        work.ctx.kv_heads,
-        shares,
-        tile,
-        SHARED=shares > 0,
-        ENTRIES=ENTRIES,
-        **constants,
+    lists = Arguments(
+        LISTS,
+        (
+            table,
+            work.rows,
+            translation.pages,
+            memory.start,
+            memory.indptr,
+            memory.slots,
+            work.lens.device if written is None else written.start,
+            None if written is None else written.indptr,
+            memory.write,
+            memory.unit,
+            memory.range_indptr,
+            memory.merge_indptr,
+            memory.request,
+            memory.range_start,
+            memory.range_end,
+            memory.segments,
+            memory.program_indptr,
+        ),
+        (table.stride(0), *table.shape, translation.page_size),
+        (
+            range_programs,
+            token_programs,
+            0 if translation.pages is None else translation.pages.shape[0],
+            translation.stride,
+            work.lens.count,
+            work.lens.count.bit_length(),
+            work.entries,
+            work.tokens,
+            work.lens.bound_max,
+            work.behind,
+            work.ranges,
+            work.ctx.kv_heads,
+            shares,
+            tile,
+        ),
     )
+    grid = (range_programs + token_programs + slot_programs, 1, 1)
+    WRITE_LANE.launch(target, grid, (lists,), kv_heads=work.ctx.kv_heads, shared=shares > 0)
 
 
 @jit
@@ -319,3 +372,10 @@ def write_lane_kernel(
         else:
             owners = _owner(indptr_ptr, entry, reqs, rounds)
             _store_list(slots_ptr, entry, entries, owners, start_ptr, indptr_ptr, reqs, table)
+
+
+def _constants(*, kv_heads: int, shared: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"SHARED": shared, "ENTRIES": ENTRIES, **range_constants(kv_heads)}, {}
+
+
+WRITE_LANE = Launcher(write_lane_kernel, _constants)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from attnlab.kernels.lane_counts import count_lane
 from attnlab.kernels.lane_lists import write_lane
 from attnlab.kernels.lane_memory import LaneMemory
+from attnlab.kernels.target import Target
 from attnlab.plan.index import KVIndex, check_space
 from attnlab.plan.lanes import LaneWork
 from attnlab.plan.layout import KVLayout
@@ -27,14 +28,14 @@ def cut_for_kernels(work: LaneWork) -> SharePolicy | SizeRule | None:
     return policy if isinstance(policy, SharePolicy) else policy.size_rule(reqs=work.lens.count, ctx=work.ctx)
 
 
-def lane_in_two_launches(work: LaneWork, cut: SharePolicy | SizeRule) -> Lane:
+def lane_in_two_launches(work: LaneWork, cut: SharePolicy | SizeRule, target: Target) -> Lane:
     """Return the lane of `lane_of_parts`, for at least one request."""
     translation, kv_heads = work.source.translation, work.ctx.kv_heads
     check_space(work.source.space, translation, reqs=work.lens.count)
     shares = cut.shares(work.ctx) if isinstance(cut, SharePolicy) else 0
     memory = LaneMemory.of(work, shares=shares)
-    count_lane(work, cut, memory)
-    write_lane(work, cut, memory)
+    count_lane(work, cut, memory, target)
+    write_lane(work, cut, memory, target)
     return Lane(
         layout=KVLayout(
             index=KVIndex(indptr=memory.indptr, slots=memory.slots, space=translation.target),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +12,8 @@ from torch import Tensor
 from attnlab._triton import tl
 from attnlab.kernels.pairs import POWERS
 from attnlab.kernels.target import Target
-from attnlab.memory.pool import FP8, KVView
+from attnlab.memory.pool import KVView, span
+from attnlab.plan.call import DecodeCall
 from attnlab.spec import AttentionSpec
 
 NARROW_BELOW = 2**31
@@ -61,10 +64,7 @@ def tile_constants(
 
 def in_pairs(view: KVView) -> bool:
     """Whether a pool can be read as pairs of columns, two 8-bit numbers in one of 16 (kernels/pairs.py)."""
-    if view.k.dtype != FP8:
-        return False
-    steps = [step for x in (view.k, view.v) for step in (x.shape[-1], int(x.storage_offset()), *x.stride()[:-1])]
-    return all(step % 2 == 0 for step in steps)
+    return view.paired
 
 
 def stored(view: KVView) -> tuple[Tensor, Tensor]:
@@ -102,8 +102,12 @@ def slot_stride(view: KVView, x: Tensor) -> int:
 
 def narrow(*tensors: Tensor) -> bool:
     """Whether offsets into all of these fit 32 bits, which leaves kernels more registers than 64 do."""
-    extents = (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) for x in tensors)
-    return max(extents) < NARROW_BELOW
+    return max(map(span, tensors)) < NARROW_BELOW
+
+
+def traits(view: KVView) -> tuple[Hashable, ...]:
+    """Return all that kernels could be compiled for of a view, whether its offsets fit 32 bits included."""
+    return view.traits, view.elements < NARROW_BELOW
 
 
 def scales_last(scale: float, k_scale: float) -> bool:
@@ -132,6 +136,13 @@ def written(out: Tensor, target: Target) -> Tensor:
     Rows that no program writes come out as they are.
     """
     return out.float() if target.kind == "interpreter" and out.dtype != torch.float32 else out
+
+
+def sendable(call: DecodeCall, target: Target) -> DecodeCall:
+    """Return the call as kernels may take it: see `lifted` and `written`. Its `out` may be another, to be copied."""
+    if target.kind != "interpreter":
+        return call
+    return replace(call, q=lifted(call.q, target), out=written(call.out, target))
 
 
 def merge_options(target: Target, *, num_warps: int) -> dict[str, int]:

@@ -60,5 +60,8 @@ def multiprocessors_of(device: torch.device) -> int | None:
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which Triton launches on this device: it takes the current one, whatever the tensors say."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
+        return _HERE
     return torch.cuda.device(device)
+
+
+_HERE = nullcontext()

@@ -4,21 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from attnlab.arguments import Arguments, Names
 from attnlab.checks import last_axis_contiguous, number, positive, require, tensor
 from attnlab.memory.slots import SlotAllocator
 from attnlab.spec import AttentionSpec
 
 FP8 = torch.float8_e4m3fn
+VIEW = Names(
+    pointers=("k_ptr", "v_ptr"),
+    numbers=(
+        "k_stride_page",
+        "k_stride_slot",
+        "k_stride_head",
+        "v_stride_page",
+        "v_stride_slot",
+        "v_stride_head",
+        "v_scale",
+    ),
+)
 STORAGE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, FP8)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class KVView:
     """One layer's keys and values as they are stored.
 
@@ -54,10 +68,67 @@ class KVView:
             "v_in_k: expected v to be a view of the first columns of k",
         )
 
-    @property
+    @cached_property
     def page_size(self) -> int:
         """Slots per page of a page-major view; 1 for a view by slot."""
         return self.k.shape[1] if self.k.dim() == 4 else 1
+
+    @cached_property
+    def dims(self) -> tuple[int, int, int]:
+        """KV heads per slot, elements of a key, elements of a value."""
+        return self.kv_heads, self.k.shape[-1], self.v.shape[-1]
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Elements between two pages, slots and heads of `k`, then of `v`; where a page is a slot both are the same."""
+        return self._strides(self.k, self.v)
+
+    def _strides(self, *tensors: Tensor) -> tuple[int, ...]:
+        slot = 0 if self.page_size == 1 else 1
+        return tuple(x.stride(axis) for x in tensors for axis in (0, slot, -2))
+
+    @cached_property
+    def arguments(self) -> Arguments:
+        """What kernels are told of where it lies."""
+        return Arguments(VIEW, (self.k, self.v), (*self.strides, self.v_scale))
+
+    @cached_property
+    def paired(self) -> bool:
+        """Whether it can be read as pairs of columns, two 8-bit numbers in one of 16 (kernels/pairs.py)."""
+        if self.k.dtype != FP8:
+            return False
+        steps = [step for x in (self.k, self.v) for step in (x.shape[-1], int(x.storage_offset()), *x.stride()[:-1])]
+        return all(step % 2 == 0 for step in steps)
+
+    @cached_property
+    def pair_arguments(self) -> Arguments:
+        """The same for kernels that read pairs, as int16 numbers."""
+        k, v = self.k.view(torch.int16), self.v.view(torch.int16)
+        return Arguments(VIEW, (k, v), (*self._strides(k, v), self.v_scale))
+
+    @cached_property
+    def memory(self) -> tuple[int, int]:
+        """Where the memory of `k` begins, and that of `v`."""
+        return self.k.untyped_storage().data_ptr(), self.v.untyped_storage().data_ptr()
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements from the first to the last of `k`, or of `v` where that is more."""
+        return max(span(self.k), span(self.v))
+
+    @cached_property
+    def traits(self) -> tuple[Hashable, ...]:
+        """All that kernels could be compiled for, but for where it lies and how large it is."""
+        return (
+            self.k.dtype,
+            self.page_size,
+            *self.dims,
+            *self.strides,
+            self.k_scale,
+            self.v_scale,
+            self.v_in_k,
+            self.paired,
+        )
 
     @property
     def num_slots(self) -> int:
@@ -79,11 +150,13 @@ class KVView:
     def check_fits(self, spec: AttentionSpec) -> None:
         """Raise ValueError unless the view has the heads and dims of this attention."""
         wanted = (spec.kv_heads, spec.qk_dim, spec.v_dim)
-        got = (self.kv_heads, self.k.shape[-1], self.v.shape[-1])
-        require(
-            got == wanted,
-            f"pool: expected (kv_heads, qk_dim, v_dim) {wanted} as the layer has, got {got}",
-        )
+        if self.dims != wanted:
+            raise ValueError(f"pool: expected (kv_heads, qk_dim, v_dim) {wanted} as the layer has, got {self.dims}")
+
+
+def span(x: Tensor) -> int:
+    """Return the elements from the first to the last of a tensor, those between its rows included."""
+    return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

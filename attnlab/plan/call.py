@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from attnlab.arguments import Arguments, Names
 from attnlab.checks import contiguous, describe, last_axis_contiguous, own_memory, require, same_device, tensor
 from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.layout import KVLayout
@@ -19,7 +21,25 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of queries and outputs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+CALL = Names(
+    pointers=("q_ptr", "aux_ptr", "out_ptr", "lse_ptr", "sinks_ptr", "times_ptr"),
+    numbers=(
+        "scale",
+        "softcap",
+        "q_stride_token",
+        "q_stride_head",
+        "aux_stride_token",
+        "aux_stride_head",
+        "aux_width",
+        "out_stride_token",
+        "out_stride_head",
+        "lse_stride_token",
+        "lse_stride_head",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeCall:
     """A layer's attention over a lane of a plan, checked when it is made, so that engines need not look again.
 
@@ -43,6 +63,67 @@ class DecodeCall:
     times: Tensor | None = None
 
     def __post_init__(self) -> None:
+        if not self._looks_right():  # calls that are right are many: words only where they are needed
+            self._check()
+
+    def _looks_right(self) -> bool:
+        """Whether a short look finds nothing wrong. It says no where it does not look: to aux, and odd strides."""
+        spec, view, lane, partials, q = self.spec, self.view, self.lane, self.partials, self.q
+        reqs, schedule, device = lane.splits.reqs, lane.schedule, view.k.device
+        return (
+            view.dims == (spec.kv_heads, spec.qk_dim, spec.v_dim)
+            and schedule.kv_heads == spec.kv_heads
+            and schedule.segments.device == device
+            and (lane.layout.sight is (sight := spec.sight) or lane.layout.sight == sight)
+            and partials.packed
+            and partials.acc.shape == (schedule.partials, spec.group, spec.v_dim)
+            and partials.acc.device == device
+            and isinstance(q, Tensor)
+            and q.shape == (reqs, spec.heads, spec.qk_dim)
+            and q.dtype in FLOATS
+            and q.device == device
+            and q.stride()[2] == 1
+            and self._answers_look_right(reqs, device)
+            and (self.sinks is not None) == spec.has_sinks
+            and (self.sinks is None or self._sinks_look_right(self.sinks, device))
+            and self.aux is None
+            and not (spec.mod is not None and spec.mod.needs_aux)
+        )
+
+    def _answers_look_right(self, reqs: int, device: torch.device) -> bool:
+        """Whether what is written is shaped as it must be, packed, and apart from what is read."""
+        out, lse, spec = self.out, self.lse, self.spec
+        return (
+            isinstance(out, Tensor)
+            and out.shape == (reqs, spec.heads, spec.v_dim)
+            and out.dtype in FLOATS
+            and out.device == device
+            and out.is_contiguous()
+            and (memory := out.untyped_storage().data_ptr()) not in self.view.memory
+            and (
+                lse is None
+                or isinstance(lse, Tensor)
+                and lse.shape == (reqs, spec.heads)
+                and lse.dtype == torch.float32
+                and lse.device == device
+                and lse.is_contiguous()
+                and lse.untyped_storage().data_ptr() not in (*self.view.memory, memory)
+            )
+        )
+
+    def _sinks_look_right(self, sinks: Tensor, device: torch.device) -> bool:
+        written = (self.out, self.out if self.lse is None else self.lse)
+        return (
+            isinstance(sinks, Tensor)
+            and sinks.shape == (self.spec.heads,)
+            and sinks.dtype in FLOATS
+            and sinks.device == device
+            and sinks.is_contiguous()
+            and sinks.untyped_storage().data_ptr() not in [x.untyped_storage().data_ptr() for x in written]
+        )
+
+    def _check(self) -> None:
+        """Raise unless all is right."""
         spec, reqs, device = self.spec, self.lane.splits.reqs, self.view.k.device
         self.view.check_fits(spec)
         require(
@@ -67,11 +148,26 @@ class DecodeCall:
         if self.lse is not None:
             own_memory("lse", self.lse, {**read, "out": self.out})
 
+    @cached_property
+    def arguments(self) -> Arguments:
+        """What kernels are told of what the call itself brings. Where nothing is read any tensor stands."""
+        spec, q, out = self.spec, self.q, self.out
+        aux = q if self.aux is None else self.aux
+        lse = self.partials.max if self.lse is None else self.lse
+        sinks = self.partials.max if self.sinks is None else self.sinks
+        q_token, q_head, _ = q.stride()
+        aux_token, aux_head, _ = aux.stride()
+        out_token, out_head, _ = out.stride()
+        softcap = 1.0 if spec.softcap is None else spec.softcap
+        numbers = (spec.scale * self.view.k_scale, softcap, q_token, q_head, aux_token, aux_head, aux.shape[2])
+        return Arguments(CALL, (q, aux, out, lse, sinks, self.times), (*numbers, out_token, out_head, *lse.stride()))
+
     @property
     def head_tile(self) -> int:
         """Query heads of a group that a program packs: the schedule's, but that fp32 queries leave no room for more."""
-        wide = compute_dtype(self.q.dtype, self.view.k.dtype) == torch.float32
-        return HEAD_TILE if wide else self.lane.schedule.head_tile
+        tile = self.lane.schedule.head_tile
+        wide = tile != HEAD_TILE and compute_dtype(self.q.dtype, self.view.k.dtype) == torch.float32
+        return HEAD_TILE if wide else tile
 
     @property
     def head_tiles(self) -> int:

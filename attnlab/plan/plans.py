@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from attnlab.arguments import Arguments, Names
 from attnlab.batch import Batch, DecodeBatch, ExtendBatch, Lens, VerifyBatch
 from attnlab.checks import require, tensor
 from attnlab.mask import CustomMask, Mask
@@ -21,6 +24,8 @@ from attnlab.plan.schedule import Schedule
 from attnlab.plan.signature import Signature, signature_of
 from attnlab.plan.splits import SplitPlan
 from attnlab.plan.workspace import scratch_bytes
+
+LANE = Names(pointers=("slots_ptr", "indptr_ptr", "start_ptr", "segments_ptr", "programs_ptr", "merge_indptr_ptr"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,7 +49,7 @@ class ExtendLane:
         return self.layout.sight.cross
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Lane(ExtendLane):
     """A lane whose cached keys are split: how they are cut, and who reads what."""
 
@@ -52,7 +57,7 @@ class Lane(ExtendLane):
     schedule: Schedule
 
     def __post_init__(self) -> None:
-        ExtendLane.__post_init__(self)  # a dataclass with slots is made anew, and zero-argument super() misses it
+        super().__post_init__()
         reqs = self.splits.reqs
         require(
             self.layout.index.reqs == reqs,
@@ -62,6 +67,18 @@ class Lane(ExtendLane):
         expected = reqs * self.schedule.kv_heads + 1
         got = self.schedule.merge_indptr.shape[0]
         require(got == expected, f"merge_indptr: expected {expected} entries (requests x KV heads + 1), got {got}")
+
+    @cached_property
+    def arguments(self) -> Arguments:
+        """What kernels are told of its lists and of who reads them; all layers of the lane are launched with these."""
+        index, schedule = self.layout.index, self.schedule
+        lists = index.slots, index.indptr, self.layout.start
+        return Arguments(LANE, (*lists, schedule.segments, schedule.program_indptr, schedule.merge_indptr))
+
+    @cached_property
+    def repeats(self) -> dict[Any, Any]:
+        """What was launched over it, by scratch and attention: an engine's, to launch the next layer by."""
+        return {}
 
     def scratch_bytes(self, *, heads: int, v_dim: int) -> int:
         """Return the bytes of partials that a layer with so many heads leaves."""

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attnlab.arguments import Arguments, Names
 from attnlab.checks import require
 
 FLOAT_BYTES = 4
+STATES = Names(pointers=("acc_ptr", "max_ptr", "sum_ptr"))
+VIEWS = 64
+"""Views of the scratch that a workspace keeps."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Partials:
     """What the programs of one call leave behind, fp32: unnormalised softmax states, one row per partial.
 
@@ -26,6 +31,25 @@ class Partials:
     acc: Float[Tensor, "partials group v_dim"]
     max: Float[Tensor, "partials group"]
     sum: Float[Tensor, "partials group"]
+
+    @cached_property
+    def arguments(self) -> Arguments:
+        """What kernels are told of where they lie."""
+        return Arguments(STATES, (self.acc, self.max, self.sum))
+
+    @cached_property
+    def packed(self) -> bool:
+        """Whether states lie one behind the other, as kernels find each by its number, in fp32."""
+        states = (self.acc, self.max, self.sum)
+        shape, device = self.acc.shape[:2], self.acc.device
+        return (
+            self.acc.dim() == 3
+            and all(
+                x.dtype == torch.float32 and x.device == device and x.shape[:2] == shape and x.is_contiguous()
+                for x in states
+            )
+            and self.max.dim() == self.sum.dim() == 2
+        )
 
     @property
     def lse(self) -> Float[Tensor, "partials group"]:
@@ -66,10 +90,15 @@ class Workspace:
                 "per request",
             )
         self._acc = {d: torch.empty(rows * d, dtype=torch.float32, device=device) for d in set(v_dims)}
+        self._views: dict[tuple[int, int, int], Partials] = {}  # all layers of a step, and most steps, ask for the same
         self._state = {d: torch.empty(2, rows, dtype=torch.float32, device=device) for d in set(v_dims)}
 
     def partials(self, *, count: int, group: int, v_dim: int) -> Partials:
         """Return views for so many partials. Raises ValueError where the plan needs more than was allocated."""
+        views = self._views.get((count, group, v_dim))
+        return self._made(count, group, v_dim) if views is None else views
+
+    def _made(self, count: int, group: int, v_dim: int) -> Partials:
         rows = count * group
         require(
             rows <= self.rows,
@@ -78,11 +107,15 @@ class Workspace:
             "with a larger max_requests or, for drafts, max_drafts",
         )
         state = self._state[v_dim]
-        return Partials(
+        views = Partials(
             acc=self._acc[v_dim][: rows * v_dim].view(count, group, v_dim),
             max=state[0, :rows].view(count, group),
             sum=state[1, :rows].view(count, group),
         )
+        if len(self._views) >= VIEWS:
+            self._views.clear()
+        self._views[count, group, v_dim] = views
+        return views
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:

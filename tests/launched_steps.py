@@ -1,0 +1,142 @@
+"""Steps of which nothing is launched, in a process that compiles: `python -m tests.launched_steps` counts who is asked.
+
+Printed, as JSON: for every backend, how many launches each step had, and how many of them Triton was asked for.
+"""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import attnlab  # noqa: F401  isort: skip
+import triton
+
+from attnlab.backend import AttentionBackend
+from attnlab.batch import DecodeBatch
+from attnlab.engines import TritonEngine
+from attnlab.kernels.index import TritonPlanOps
+from attnlab.kernels.repeat import Repeat
+from attnlab.kernels.target import Target
+from attnlab.kernels.tuning import current, using
+from attnlab.memory.pool import FP8
+from attnlab.memory.pools.mha import MHAPool
+from attnlab.memory.pools.mla import MLAPool
+from attnlab.memory.requests import RequestTable
+from attnlab.spec import AttentionSpec, ModelSpec
+from tests.launches import NoDriver
+
+STEPS = ([40, 100, 7], [41, 101, 8], [130, 30], [42, 102, 9])
+GQA = {"heads": 8, "kv_heads": 2, "qk_dim": 64, "v_dim": 64, "has_sinks": True}
+MLA = {"heads": 32, "kv_heads": 1, "qk_dim": 576, "v_dim": 512}
+
+
+def backend_of(
+    policy: str, spec: AttentionSpec, *, mla: bool, kv_dtype: torch.dtype = torch.bfloat16
+) -> AttentionBackend:
+    """A backend whose pool lies on the CPU and whose kernels are those of an H200."""
+    model = ModelSpec.uniform(spec, layers=2, context_len=256, page_size=1, kv_dtype=kv_dtype, mla=mla)
+    pool: Any = (MLAPool if mla else MHAPool)(model, num_slots=1024, device="cpu")
+    table = RequestTable(max_requests=4, max_context=256, num_slots=1024, device="cpu")
+    for row in range(3):
+        slots = pool.allocator.allocate(row, 200)
+        table.append(table.admit(), slots)
+    engine = object.__new__(TritonEngine)
+    engine.device, engine.target = torch.device("cpu"), Target(kind="cuda", arch=90)
+    engine.ops = object.__new__(TritonPlanOps)
+    engine.ops.device, engine.ops.target = engine.device, engine.target
+    return AttentionBackend(
+        model=model, pool=pool, table=table, engine=engine, policy=policy, max_requests=4, multiprocessors=132
+    )
+
+
+def counted(driver: NoDriver, asked: list[object]) -> dict[str, Any]:
+    """Of every backend and step, the launches, and those that Triton was asked for."""
+    counts: dict[str, Any] = {}
+    bf16 = torch.bfloat16
+    kinds = (("seed", GQA, bf16), ("balanced", GQA, bf16), ("balanced", MLA, bf16), ("balanced", GQA, FP8))
+    for policy, shape, dtype in kinds:
+        spec = AttentionSpec(scale=0.1, **shape)
+        backend = backend_of(policy, spec, mla=spec.qk_dim == 576, kv_dtype=dtype)
+        steps = counts[f"{policy} {spec.qk_dim}{' fp8' * (dtype == FP8)}"] = []
+        for lens in STEPS:
+            before = len(driver.launches), len(asked)
+            plan = backend.plan(DecodeBatch.of(rows=list(range(len(lens))), lens=lens, device="cpu"))
+            q = torch.zeros(len(lens), spec.heads, spec.qk_dim, dtype=torch.bfloat16)
+            sinks = torch.zeros(spec.heads) if spec.has_sinks else None
+            for layer in (0, 1):
+                backend.decode(layer, q, None, None, plan, save=False, sinks=sinks)
+            steps.append((len(driver.launches) - before[0], len(asked) - before[1]))
+    return counts
+
+
+def calls(spec: AttentionSpec) -> dict[str, dict[str, Any]]:
+    """Calls of layer 1 after one of layer 0; those after the first two bring something of another kind."""
+    q = torch.zeros(3, spec.heads, spec.qk_dim, dtype=torch.bfloat16)
+    sinks = torch.zeros(spec.heads + 1)
+    room = torch.zeros(q.numel() + 1, dtype=q.dtype)
+    wide = torch.zeros(3, spec.heads, 2 * spec.qk_dim, dtype=q.dtype)
+    right: dict[str, Any] = {"q": q, "sinks": sinks[:-1]}
+    return {
+        "the same": right,
+        "other tensors": {"q": torch.ones_like(q), "sinks": torch.ones(spec.heads)},
+        "queries askew": {**right, "q": room[1:].view(q.shape)},
+        "queries with gaps": {**right, "q": wide[..., : spec.qk_dim]},
+        "queries of fp16": {**right, "q": q.half()},
+        "sinks askew": {**right, "sinks": sinks[1:]},
+        "sinks of bf16": {**right, "sinks": sinks[:-1].bfloat16()},
+        "memory for the answer": {**right, "out": torch.zeros_like(q)},
+        "an answer of fp32": {**right, "out": torch.zeros(q.shape)},
+        "an answer with gaps": {**right, "out": wide[..., : spec.qk_dim]},
+        "an LSE": {**right, "lse": torch.zeros(3, spec.heads)},
+    }
+
+
+def repeated(driver: NoDriver) -> dict[str, Any]:
+    """Of every call whether it was a repeat, and whether it sent what a call that is checked in full sends."""
+    spec = AttentionSpec(scale=0.1, **GQA)
+    repeats: list[object] = []
+    launch = Repeat.launch
+    Repeat.launch = lambda self, *args: (repeats.append(self), launch(self, *args))[1]
+    found = {}
+    for policy in ("seed", "balanced"):
+        backend = backend_of(policy, spec, mla=False)
+        for name, given in calls(spec).items():
+            plan = backend.plan(DecodeBatch.of(rows=[0, 1, 2], lens=STEPS[0], device="cpu"))
+            first = calls(spec)["the same"]
+            for _ in range(2):
+                backend.decode(0, first["q"], None, None, plan, save=False, sinks=first["sinks"])
+            rest = {key: value for key, value in given.items() if key != "q"}
+            sent = []
+            for again in (True, False, False):  # a repeat; then Triton may compile; then in full, with a known variant
+                before = len(repeats)
+                if not again:
+                    plan.lanes[0].repeats.clear()
+                out = backend.decode(1, given["q"], None, None, plan, save=False, **rest)
+                launches = [(x.grid, x.stream, x.function, masked(x.arguments, out)) for x in driver.launches[-2:]]
+                sent.append((len(repeats) - before, launches))
+            with using(replace(current())):
+                before = len(repeats)
+                backend.decode(1, given["q"], None, None, plan, save=False, **rest)
+                assert len(repeats) == before, "what another table chose was repeated"
+            found[f"{policy}, {name}"] = sent[0][0], sent[0][0] == 0 or sent[0][1] == sent[2][1]
+    return found
+
+
+def masked(arguments: tuple[Any, ...], out: torch.Tensor) -> list[object]:
+    """What was sent, by address, but for where the answer goes, which is new each time."""
+    sent = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+    return ["out" if x == out.data_ptr() else str(x) for x in sent]
+
+
+def main() -> None:
+    """Run the steps."""
+    driver, asked = NoDriver(), []
+    triton.runtime.driver.set_active(driver)
+    run = triton.JITFunction.run
+    triton.JITFunction.run = lambda self, *args, **kwargs: asked.append(self) or run(self, *args, **kwargs)
+    print(json.dumps({"asked": counted(driver, asked), "repeated": repeated(driver)}))
+
+
+if __name__ == "__main__":
+    main()
