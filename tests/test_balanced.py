@@ -119,10 +119,10 @@ def test_few_requests_have_one_program_a_multiprocessor_and_8_bits_two() -> None
     assert stand.plan().lanes[0].schedule.programs == 132  # plans tell the policy how many requests there are
 
 
-def test_drafts_that_share_a_tile_have_one_program_a_multiprocessor() -> None:
+def test_drafts_that_share_a_tile_have_one_program_a_multiprocessor_and_many_drafts_two() -> None:
     """The rows of a tile are drafts x heads of a group: 64, or half as many of wide values."""
     verify = replace(context(kv_heads=8), heads=32)
-    assert [Balanced().shares(replace(verify, drafts=n)) for n in (1, 4, 16, 17, 33)] == [16, 16, 16, 8, 5]
+    assert [Balanced().shares(replace(verify, drafts=n)) for n in (1, 4, 16, 17, 33)] == [16, 16, 33, 16, 11]
     assert Balanced().shares(replace(verify, drafts=16, v_dim=256)) == 8
     assert Balanced(programs=2).shares(replace(verify, drafts=16)) == 33
     mla = replace(context(), heads=16, kv_heads=1, v_dim=512, mla=True, drafts=4)
