@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from attnlab.bench.result import Ceilings, Goal, Machine, NotTimed, Result, Row,
 from attnlab.bench.run import run
 from attnlab.bench.timing import Held, WallTimer
 from attnlab.bench.truth import SPREAD, looked_at
-from attnlab.bench.warm import compile_for
+from attnlab.bench.warm import compile_for, warm
 from attnlab.bench.workload import Workload
 from attnlab.bench.workloads import GQA, TABLE, chosen, curves, models, traffic, workloads
 from attnlab.bench_command import faults as command_faults
@@ -839,3 +840,19 @@ def test_a_server_without_explorers_can_time_kernels() -> None:
     script = "import sys; sys.modules['ipywidgets'] = None; from attnlab.cli import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", script, "bench", "--list"], capture_output=True, text=True)
     assert done.returncode == 0 and "decode-64x4k" in done.stdout, done.stderr
+
+
+def test_what_compiles_for_longer_than_it_may_is_ended() -> None:
+    """A run that waited for it would time nothing in the seconds that it has."""
+    done: list[str] = []
+    begin = monotonic()
+    warm([small(TABLE[0])], names=["attnlab"], setting=CPU, jobs=2, seconds=0.3, on_done=done.append)
+    assert monotonic() - begin < 5 and not done
+    assert not multiprocessing.active_children()
+
+
+def test_what_is_compiled_ahead_is_told_by_name() -> None:
+    works = [small(TABLE[0]), small(TABLE[1])]
+    done: list[str] = []
+    warm(works, names=["attnlab"], setting=CPU, jobs=2, on_done=done.append)
+    assert sorted(done) == sorted(work.name for work in works)

@@ -55,6 +55,8 @@ SPILLS = {
     "split: mla 20 x 288/256, fp32": 24,
     "extend: mla 128 x 576/512, fp32": 700,
     "verify: mla 128 x 576/512, fp32": 700,
+    "verify shares: gqa 4 x 128, fp32, 64 rows": 256,
+    "verify shares: gqa 4 x 128, window (Mistral), 64 rows": 8,
     "latent: mla 128 x 576/512 (DeepSeek-V3)": 192,
     "latent: mla 128 x 576/512, fp16, pages of 64, cap, temperature, sinks": 144,
     **dict.fromkeys(

@@ -6,11 +6,16 @@ Nothing is timed here, and nothing is believed: what fails here fails again in t
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import cache
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
+from queue import Empty
 
 import torch
 
@@ -19,6 +24,9 @@ from attnlab.bench.patience import Patience
 from attnlab.bench.peer import Setting, peers
 from attnlab.bench.run import release
 from attnlab.bench.workload import Workload
+
+LOOKS_EVERY = 0.2
+"""Seconds between two looks at the clock."""
 
 
 def warm(
@@ -31,20 +39,50 @@ def warm(
     patience: float | None = None,
     on_done: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Run every workload once through every peer in `jobs` processes; `on_done` is told the name of each.
+    """Run every workload once through every peer, dealt to `jobs` processes; `on_done` is told the name of each.
 
-    After `seconds` none is begun: the run compiles what is missing, as it does where a process died. A peer has
-    `patience` seconds to prepare a workload, as it has in the run.
+    After `seconds` what still compiles is killed, with whatever it started: the run compiles what is missing, as it
+    does where a process died. A peer has `patience` seconds to prepare a workload, as it has in the run.
     """
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        waiting = {pool.submit(compile_for, work, tuple(names), setting, patience): work.name for work in workloads}
-        try:
-            for future in as_completed(waiting, timeout=seconds):
-                if isinstance(future.exception(), BrokenProcessPool):
-                    return
-                on_done(waiting[future])
-        except TimeoutError:
-            pool.shutdown(cancel_futures=True)  # those that were begun are waited for: nothing else runs while we time
+    context = get_context("spawn")
+    done = context.Queue()
+    deals = [workloads[number::jobs] for number in range(jobs)]
+    workers = [
+        context.Process(target=_compile_all, args=(deal, tuple(names), setting, patience, done), daemon=False)
+        for deal in deals
+        if deal
+    ]
+    for worker in workers:
+        worker.start()
+    until = None if seconds is None else time.monotonic() + seconds
+    try:
+        while (until is None or time.monotonic() < until) and any(worker.is_alive() for worker in workers):
+            with suppress(Empty):
+                on_done(done.get(timeout=LOOKS_EVERY))
+        while not done.empty():
+            on_done(done.get())
+    finally:
+        for worker in workers:
+            _kill(worker)
+
+
+def _compile_all(
+    workloads: Sequence[Workload], names: Sequence[str], setting: Setting, patience: float | None, done: Queue[str]
+) -> None:
+    if os.name == "posix":
+        os.setsid()  # compilers that are started here end with this process
+    for work in workloads:
+        compile_for(work, names, setting, patience)
+        done.put(work.name)
+
+
+def _kill(worker: BaseProcess) -> None:
+    """End a process and, where it leads a group, all that it started."""
+    if worker.is_alive() and os.name == "posix" and worker.pid is not None:
+        with suppress(ProcessLookupError):  # it has no group yet, or has ended meanwhile
+            os.killpg(worker.pid, signal.SIGKILL)
+    worker.kill()
+    worker.join()
 
 
 _patience = cache(Patience)

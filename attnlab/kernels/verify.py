@@ -222,9 +222,10 @@ def verify_merge(call: VerifyCall, *, target: Target) -> None:
 def answers_alone(spec: AttentionSpec, view: KVView) -> bool:
     """Whether programs of even shares attend to the drafts, too, where a request has one range, and answer at once.
 
-    They need the room for it, and queries that are multiplied by new keys as they are by cached ones.
+    They need the room for it, which wide values and modifiers take, and queries that are multiplied by new keys as they
+    are by cached ones.
     """
-    return spec.v_dim <= NARROW_DIM and not in_pairs(view)
+    return spec.v_dim <= NARROW_DIM and spec.mod is None and not in_pairs(view)
 
 
 def verify_constants(
