@@ -18,7 +18,7 @@ from torch import Tensor
 from attnlab.assets import data_path
 from attnlab.backend import AttentionBackend
 from attnlab.batch import DecodeBatch, DeviceLens, HostLens, Lens
-from attnlab.eager.index import EagerPlanOps
+from attnlab.eager.index import EagerPlanOps, _copied_by_row, _selected_at_once
 from attnlab.kernels.index import TritonPlanOps
 from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.requests import RequestTable
@@ -654,3 +654,20 @@ def test_a_policy_is_found_by_name_in_a_fresh_process() -> None:
     )
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "(((0, 5),),)"
+
+
+@given(data=st.data(), reqs=st.integers(1, 5), columns=st.integers(1, 9))
+def test_both_ways_to_gather_lists_agree(data: st.DataObject, reqs: int, columns: int) -> None:
+    """A CPU copies slices of rows; a GPU's entries are selected at once, and none may lie outside of the table."""
+    numbers = lambda low, high: data.draw(st.lists(st.integers(low, high), min_size=reqs, max_size=reqs))  # noqa: E731
+    table = torch.arange(1, 4 * columns + 1, dtype=torch.int32).view(4, columns)
+    lens, spare = numbers(0, 12), data.draw(st.integers(0, 3))
+    capacity = sum(lens) + spare
+    ends = torch.tensor([0, *lens]).cumsum(0).clamp(max=max(0, capacity - data.draw(st.integers(0, 3)))).int()
+    rows = torch.tensor(numbers(0, 3))
+    start, first = (torch.tensor(numbers(-4, 12), dtype=torch.int32) for _ in range(2))
+    if capacity == 0:
+        return
+    given_to = (table, rows, start, first, ends, capacity)
+    copied = _copied_by_row(*given_to)
+    assert copied.dtype == torch.int64 and torch.equal(copied, _selected_at_once(*given_to))

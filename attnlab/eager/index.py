@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,15 +49,8 @@ class EagerPlanOps:
         """Return int64 ids: entry `indptr[r] + j` is `table[rows[r], max(start[r] + j, first[r])]`. The tail is 0."""
         if rows.shape[0] == 0 or capacity == 0:
             return torch.zeros(capacity, dtype=torch.int64, device=table.device)
-        # Lists are long: they are changed in place, and selected along one axis, by 32 bits where these suffice.
-        entry = torch.arange(capacity, dtype=torch.int32, device=table.device)
-        req, columns = owners(indptr, capacity), table.shape[1]
-        column = (start - indptr[:-1]).index_select(0, req).add_(entry)
-        torch.maximum(column, first.index_select(0, req), out=column)
-        live = (entry < indptr[-1]).logical_and_(column >= 0).logical_and_(column < columns)
-        numbers = torch.int32 if table.numel() < 2**31 else torch.int64
-        place = (rows.long() * columns).to(numbers).index_select(0, req).add_(column.clamp_(0, columns - 1))
-        return table.reshape(-1).index_select(0, place).mul_(live).long()
+        found = _copied_by_row if table.device.type == "cpu" else _selected_at_once
+        return found(table, rows, start, first, indptr, capacity)
 
     def gather_shard(
         self,
@@ -160,6 +154,38 @@ class EagerPlanOps:
     def sizes(self, policy: SplitPolicy, lens: Tensor, ctx: SplitContext) -> SplitSizes:
         """Return the policy's range sizes."""
         return policy.sizes(lens, ctx)
+
+
+def _selected_at_once(
+    table: Tensor, rows: Tensor, start: Tensor, first: Tensor, indptr: Tensor, capacity: int
+) -> Tensor:
+    """Return what `gather` does without waiting for a device."""
+    # Lists are long: they are changed in place, and selected along one axis, by 32 bits where these suffice.
+    entry = torch.arange(capacity, dtype=torch.int32, device=table.device)
+    req, columns = owners(indptr, capacity), table.shape[1]
+    column = (start - indptr[:-1]).index_select(0, req).add_(entry)
+    torch.maximum(column, first.index_select(0, req), out=column)
+    live = (entry < indptr[-1]).logical_and_(column >= 0).logical_and_(column < columns)
+    numbers = torch.int32 if table.numel() < 2**31 else torch.int64
+    place = (rows.long() * columns).to(numbers).index_select(0, req).add_(column.clamp_(0, columns - 1))
+    return table.reshape(-1).index_select(0, place).mul_(live).long()
+
+
+def _copied_by_row(table: Tensor, rows: Tensor, start: Tensor, first: Tensor, indptr: Tensor, capacity: int) -> Tensor:
+    """Return what `gather` does, where nothing waits for a device: a request's entries are a slice of its row."""
+    numbers, ids = table.numpy(), np.zeros(capacity, dtype=np.int64)
+    lists = zip(*(x.tolist() for x in (rows, start, first, indptr[:-1], indptr[1:])), strict=True)
+    for row, begins, seen, at, end in lists:
+        if at == end:
+            continue  # the row of a padded request may be none of the table's
+        column = max(begins, seen)
+        again = min(column - begins, end - at)  # entries before the first one seen, which stand for it
+        if again > 0 and 0 <= column < numbers.shape[1]:
+            ids[at : at + again] = numbers[row, column]
+        before = max(0, -column)  # what lies outside of the table is 0
+        found = numbers[row, column + before : max(column + end - at - again, 0)]
+        ids[at + again + before : at + again + before + found.shape[0]] = found
+    return torch.from_numpy(ids)
 
 
 def _stored(table: Tensor, rows: Tensor, columns: Tensor, live: Tensor, translation: Translation) -> Tensor:
