@@ -29,6 +29,7 @@ BASE = Case(id="", why="", heads=4, kv_heads=1, dtype=BF16, kv_dtype=BF16, polic
 DIMS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (96, 128), (128, 64), (64, 32), (40, 24)]
 SHAPES: dict[str, dict[str, Any]] = {
     **{f"{qk}-{v}": {"qk_dim": qk, "v_dim": v} for qk, v in DIMS},
+    "64-fp8": {"qk_dim": 64, "v_dim": 64, "kv_dtype": FP8, "k_scale": 0.05, "v_scale": 0.2},
     "128-fp8": {"qk_dim": 128, "v_dim": 128, "kv_dtype": FP8, "k_scale": 0.05, "v_scale": 0.2},
     "128-fp16": {"qk_dim": 128, "v_dim": 128, "dtype": torch.float16, "kv_dtype": torch.float16},
     "128-fp32": {"qk_dim": 128, "v_dim": 128, "dtype": torch.float32, "kv_dtype": torch.float32},

@@ -287,6 +287,20 @@ def test_values_narrower_than_tiles_of_keys_are_refused_on_hopper_alone() -> Non
     check(parsed(table, name="t"), name="t")
 
 
+def test_values_that_are_read_as_pairs_are_half_as_wide() -> None:
+    table = content()
+    few = next(row for row in rows_of(table, "verify_shares", "sm_90") if row["when"] == "rows <= 16")
+    few["when"] = "v_dim <= 128"
+    few["config"] = {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 5}
+    narrow = {**few, "when": "v_dim <= 32", "config": {**few["config"], "block_m": 32}}
+    table["rows"].insert(table["rows"].index(few), narrow)
+    breaks(
+        table, "verify_shares on sm_90: v_dim <= 128: values of 33 columns and 64 rows or more with tiles of 64 keys"
+    )
+    table["rows"].insert(table["rows"].index(few), {**narrow, "when": "kv = fp8, v_dim <= 64"})
+    check(parsed(table, name="t"), name="t")
+
+
 def test_tiles_that_plans_do_not_count_are_refused() -> None:
     table = content()
     rows_of(table, "verify_shares", "cuda")[-1]["config"]["block_m"] = 64

@@ -29,6 +29,8 @@ from attnlab.kernels.tuning.rows import (
 )
 from attnlab.plan.tiles import NARROW_DIM, row_tile
 
+READ_PAIRS = ("decode_shares", "verify_shares")
+"""Kernels that read 8-bit numbers two columns at a time (kernels/pairs.py)."""
 ONE_PASS = 128
 """One-pass lists begin at multiples of so many positions."""
 
@@ -79,7 +81,7 @@ def refused(row: Row, names: tuple[str, ...], shape: Mapping[str, Any]) -> str |
     if config["num_warps"] not in (1, 2, 4, 8, 16, 32):
         return f"num_warps: expected a power of two up to 32, got {config['num_warps']}"
     block_m, block_n = config.get("block_m") or 0, config["block_n"] or 0
-    if "sm_90" in names and block_m >= 64 and padded(shape["v_dim"]) < block_n:
+    if "sm_90" in names and block_m >= 64 and _value_columns(row.kernel, shape) < block_n:
         return (
             f"values of {shape['v_dim']} columns and 64 rows or more with tiles of {block_n} keys: ptxas 12.8, which "
             "comes with Triton 3.6 and 3.7, compiles dots of warp groups to wrong results where the values are "
@@ -90,6 +92,12 @@ def refused(row: Row, names: tuple[str, ...], shape: Mapping[str, Any]) -> str |
     if row.kernel in ("extend", "extend_hopper") and on_gpu and ONE_PASS % block_n:
         return f"block_n: one-pass lists begin at multiples of {ONE_PASS} positions, which {block_n} does not divide"
     return None
+
+
+def _value_columns(kernel: str, shape: Mapping[str, Any]) -> int:
+    """Return how many columns a tile of values has: of a pool that is read as pairs half of them, even or odd ones."""
+    pairs = kernel in READ_PAIRS and shape["kv"] == torch.float8_e4m3fn
+    return padded(-(-shape["v_dim"] // 2) if pairs else shape["v_dim"])
 
 
 def _devices(kernel: str, rows: list[Row]) -> list[tuple[str, ...]]:
@@ -120,7 +128,8 @@ def _values(word: str, named: list[Condition]) -> list[Any]:
     if word in FLAGS:
         return [False, True]
     if word in OF_DTYPE:
-        mine = dict.fromkeys(one.value for one in named if one.word == word)
+        told_apart = [torch.float8_e4m3fn] if word == "kv" else []  # by `refused`, whatever rows say
+        mine = dict.fromkeys([*told_apart, *(one.value for one in named if one.word == word)])
         return [*mine, next(dtype for dtype in (torch.bfloat16, torch.float32, *DTYPES.values()) if dtype not in mine)]
     dims = ("qk_dim", "v_dim")
     words = (word, "widest") if word in dims else (word,)
