@@ -11,7 +11,8 @@ from attnlab._triton import triton
 def launched(call: Callable[[], object]) -> list[tuple[str, int]]:
     """Return the compiled kernels that a call launches: names, and handles of the loaded binaries.
 
-    One handle is one binary. Interpreted and eager calls launch none.
+    One handle is one binary. Interpreted and eager calls launch none. A hook listens, so that Triton launches by its
+    own way meanwhile: binaries are the same, the detour that `kernels.launcher` spares is not what is watched.
     """
     found: list[tuple[str, int]] = []
 

@@ -17,8 +17,8 @@ ROUNDS, MOST_REPLAYS, LEAST_REPLAYS = 5, 20, 2
 TURN_US = 10_000.0
 """About how long a turn is."""
 CHAIN_US, MOST_CHAINED = 400.0, 20
-"""About how long a replay is, if so many calls in one graph make it so: what a launch of a graph costs, some
-microseconds, is not the calls'. A server's graph holds all layers of a step, too."""
+"""A shorter call is captured several times into one graph, so often at most, that a replay takes about so long: to
+launch a graph costs some microseconds, which are not the call's. A server's graph holds all layers of a step, too."""
 SWEPT_BYTES = 256 << 20
 """Read before a cold replay: more than any L2 cache holds."""
 
@@ -141,8 +141,8 @@ class _Replayed:
         self.graph, self.answer = _captured(call, 1)
         self.graph.replay()
         once = max(1.0, min(_replayed(self.graph, 3)))
-        self.turn = max(LEAST_REPLAYS, min(MOST_REPLAYS, round(TURN_US / once)))
         self.chained = max(1, min(MOST_CHAINED, round(CHAIN_US / once)))
+        self.turns = {True: _replays(once), False: _replays(once * self.chained)}
         self.chain = self.graph
         self.own, self.last = self.answer, self.answer
         if self.chained > 1:
@@ -152,8 +152,13 @@ class _Replayed:
         graph, self.answer = (self.graph, self.own) if cold else (self.chain, self.last)
         graph.replay()  # not timed: what ran before it belongs to another
         if cold:
-            return _swept(graph, self.turn)
-        return [took / self.chained for took in _replayed(graph, max(LEAST_REPLAYS, self.turn // self.chained))]
+            return _swept(graph, self.turns[cold])
+        return [took / self.chained for took in _replayed(graph, self.turns[cold])]
+
+
+def _replays(us: float) -> int:
+    """Return how many replays of so many microseconds make a turn."""
+    return max(LEAST_REPLAYS, min(MOST_REPLAYS, round(TURN_US / us)))
 
 
 def _captured(call: Callable[[], Any], times: int) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -153,7 +153,8 @@ def _try_all(
             truth.error(call.read(timing.answer))
         except WrongResult as wrong:
             trial.fault = f"when repeated, wrong: {wrong}"
-        trial.us[work.name] = timing.median_us
+        else:
+            trial.us[work.name] = timing.median_us
 
 
 def _still_works(setting: Setting, task: Task, trial: Trial) -> None:

@@ -1,4 +1,4 @@
-"""Device functions that every attention kernel shares: paged addresses, the score pipeline, softmax states."""
+"""Device functions that attention kernels share: segments, paged addresses, the score pipeline, softmax states."""
 
 from __future__ import annotations
 

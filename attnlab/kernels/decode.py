@@ -53,8 +53,8 @@ def decode_split(call: DecodeCall, *, target: Target) -> Launched | None:
     Computes: over the keys n of a segment, max = max s[n], sum = sum exp(s[n] - max), acc = sum exp(s[n] - max) v[n].
     Shapes: as `DecodeCall` has them; partials `[partials, group, ...]` fp32.
     Grid: (segments, head tiles): a program owns a range of keys of one KV head, and up to 16 query heads of its
-    group. A schedule that deals several segments to a program gives the same bits here; it is not what this kernel
-    is for.
+    group. A schedule that deals several segments to a program is for `decode_shares`: partials would be the same, but
+    `decode_merge` passes over lone ones, which this kernel does not answer.
     Reads/writes: the keys and values of the segment's slots alone; of the partials, the segment's own row.
     """
     spec, lane = call.spec, call.lane
@@ -89,13 +89,15 @@ def split_constants(
 
 
 def decode_merge(call: DecodeCall, *, target: Target) -> Launched | None:
-    """Merge every request's partials into `call.out`.
+    """Merge the partials of every request and KV head into `call.out`.
 
+    Under even shares those that are alone are passed over: the split kernel has written their answers.
     Computes: with M = max of the partials' maxima and of the sink, out = v_scale * sum exp(max - M) acc / Z and
     lse = M + ln Z, where Z = sum exp(max - M) sum + exp(sink - M). Nothing seen: out 0, lse -inf (the sink, if any).
     Shapes: as `DecodeCall` has them.
-    Grid: (requests x KV heads, query heads of a group, dim tiles): a program owns one row of the output, or some of its
-    columns; under even shares, where most partials are alone and no row is to be merged, up to a few rows.
+    Grid: (requests x KV heads / `MergeTiles.owners`, query heads of a group, dim tiles): a program owns a row of the
+    output, or some of its columns, of each of its owners: of one, or, under even shares, where most have nothing to
+    merge, of a few that lie a grid apart.
     Reads/writes: partials that segments own, through `merge_indptr`; never a row that nobody wrote.
     """
     spec, schedule, requests = call.spec, call.lane.schedule, call.out.shape[0]
@@ -140,8 +142,8 @@ class MergeTiles:
     def choose(cls, spec: AttentionSpec, target: Target, *, persistent: bool, ranges: int, owners: int) -> MergeTiles:
         """Return the choice; the one place where it is made.
 
-        `ranges`: of how many a request has partials, in the mean of what the schedule has room for; `owners`: how many
-        pairs of a request and a KV head there are.
+        `ranges`: partials of a request and KV head, in the mean of what the schedule has room for; `owners`: pairs of a
+        request and a KV head.
         """
         block_v = padded(spec.v_dim)
         block_s = max(4, 2048 // block_v)

@@ -165,6 +165,7 @@ def _decode_latent_kernel(
     PDL: tl.constexpr,
     TIMES: tl.constexpr,
 ):
+    # What the kernel before reads or writes is not touched before it has ended.
     if PDL:
         wait_for_earlier()
     if TIMES:

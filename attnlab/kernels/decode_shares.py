@@ -186,6 +186,7 @@ def _decode_shares_kernel(
     PDL: tl.constexpr,
     TIMES: tl.constexpr,
 ):
+    # What the kernel before reads or writes is not touched before it has ended.
     if PDL:
         wait_for_earlier()
     if TIMES:
@@ -219,7 +220,7 @@ def _decode_shares_kernel(
             q, q_rest = load_queries(q_rows, mask_h, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
             factor = scale
 
-        # 2. Its keys: whole tiles, which hide nothing but from a modifier that may look, then the rest of a tile.
+        # 2. Its keys: whole tiles without a mask (unless a modifier may look at one), then the rest of a tile.
         running_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
         running_sum = tl.zeros([BLOCK_H], tl.float32)
         acc = tl.zeros([BLOCK_H, BLOCK_V // 2 if PAIRS else BLOCK_V], tl.float32)
@@ -309,7 +310,7 @@ def _decode_shares_kernel(
         list_start_ahead = tl.load(indptr_ptr + request_ahead)
         list_end_ahead = tl.load(indptr_ptr + request_ahead + 1)
 
-        # 3. Leave the state; of a request that nobody else reads for this head it is the whole answer.
+        # 3. Leave the state, also where it is the whole answer: recordings read the scratch.
         state = partial.to(tl.int64) * GROUP + member
         store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_h, V_DIM, BLOCK_V)
         if partials == 1:

@@ -155,5 +155,10 @@ def merge_options(target: Target, *, num_warps: int) -> dict[str, int]:
 
 
 def early_launch(target: Target) -> dict[str, bool]:
-    """Return the launch option of kernels that begin with `wait_for_earlier`: the device readies them meanwhile."""
+    """Return the launch option of kernels that begin with `wait_for_earlier`.
+
+    They are started once every program of the kernel before has said `release_dependents` or ended, and wait there
+    until its writes can be seen. Every program waits, also one that has nothing to do: what is launched behind it could
+    overtake the kernel before otherwise.
+    """
     return {"launch_pdl": True} if target.has_pdl else {}

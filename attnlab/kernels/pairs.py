@@ -30,14 +30,14 @@ UNPACK = None if tl is None else tl.constexpr(_UNPACK)
 POWERS = (2.0**-60, 2.0**112)
 """The least and the largest power of 2 that rows of queries are divided by."""
 LEAST_POWER, MOST_POWER = (None, None) if tl is None else map(tl.constexpr, POWERS)
-# The largest weight is 2^15, and the smallest of fp16 2^-24: bf16 would hold far smaller ones, as 1 and below.
+# Weights are at most 1, and fp16 ends at 2^-24: times 2^15, which it holds too, nothing above 2^-39 is lost.
 LIFT = None if tl is None else tl.constexpr(15.0)
 UNLIFT = None if tl is None else tl.constexpr(2.0**-15)
 
 
 @jit
 def number_of(bits, COMPUTE: tl.constexpr):
-    """The e4m3 number of these 8 bits. Triton's interpreter takes what is none for 480."""
+    """The e4m3 number of these 8 bits. NaN is told apart by hand: Triton's interpreter reads it as 480."""
     number = bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(COMPUTE)
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), number)
 
@@ -100,7 +100,7 @@ def load_paired_queries(
         rest_even, rest_odd = load_even_odd(rows, mask_rows, BLOCK_D, BLOCK_R, QK_DIM)
         largest = tl.maximum(largest, largest_of(rest_even, rest_odd))
     power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    # Of queries below the least power scores are 0, and divided by the largest one 2^127 still is within fp16.
+    # Queries below the least power make scores as good as 0; divided by the largest, 2^127 still is within fp16.
     power = tl.clamp(power, LEAST_POWER, MOST_POWER)
     q = ((even / power[:, None]).to(COMPUTE), (odd / power[:, None]).to(COMPUTE))
     if BLOCK_R > 0:

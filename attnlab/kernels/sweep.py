@@ -1,7 +1,8 @@
 """Device functions that sweep keys for a tile of query tokens: those of a list, then those that come with the call.
 
 Extend runs both, one after the other; verify runs the first for every range of the cached keys, the second where the
-ranges are merged. A row is a query token's head: `head` is one number, or one for every row.
+ranges are merged, or where a request has but one. A row is a query token's head: `head` is one number, or one for every
+row.
 """
 
 from __future__ import annotations

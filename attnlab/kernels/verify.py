@@ -147,6 +147,8 @@ def verify_split(call: VerifyCall, *, target: Target) -> None:
 def verify_merge(call: VerifyCall, *, target: Target) -> None:
     """Merge every draft's partials, let it attend to the drafts that it sees, and write `call.out` and `call.lse`.
 
+    Under even shares, where `answers_alone` holds, requests of one segment are passed over: they were answered where it
+    was read.
     Computes: the state over a draft's partials, values times v_scale; then, over the drafts of its request that it
     sees, unscaled, as `extend` does; the sink joins last. Nothing seen: out 0, lse -inf (the sink, if any).
     Shapes: as `VerifyCall` has them.

@@ -1,11 +1,10 @@
 """Verify over even shares: a program reads one share of all keys for the drafts of whichever requests it falls into.
 
 The variant of `verify.py`'s split stage for schedules that deal several segments to a program. It leaves the same
-partials, for the same merge; where a request has one range the drafts are attended to on the spot, and the answer is
-written. Cached keys stand before every draft: what is left to hide them is a window, a chunk or a
-mask, so that most tiles need no mask at all.
-Source of the method: Stream-K (Osama et al., 2023), LeanAttention (Sanovar et al., 2024), tree attention of SpecInfer
-(Miao et al., 2024).
+partials, for the same merge; where a request has one range, and `answers_alone` holds, the drafts are attended to on
+the spot and the answer is written. Cached keys stand before every draft: a window, a chunk or a mask is all that hides
+them, so that most tiles need no mask. Source of the method: Stream-K (Osama et al., 2023), LeanAttention (Sanovar et
+al., 2024), tree attention of SpecInfer (Miao et al., 2024).
 """
 
 from __future__ import annotations
@@ -314,6 +313,7 @@ def _verify_shares_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
+    # What the kernel before reads or writes is not touched before it has ended.
     if PDL:
         wait_for_earlier()
     # Where bits are read, or a modifier may look at what is seen, every tile has a mask.
@@ -371,6 +371,7 @@ def _verify_shares_kernel(
             shown = first_shown_to_all(q_pos, mask_m, window, chunk, HAS_WINDOW, HAS_CHUNK) - start
             clear = first + tl.cdiv(tl.maximum(tl.minimum(shown, last) - first, 0), BLOCK_N) * BLOCK_N
         whole = clear + tl.maximum(last - clear, 0) // BLOCK_N * BLOCK_N
+        # Parts: 0 hidden from some, 1 whole tiles, 2 the rest. Where every tile has a mask anyway, 1 is all of it.
         for PART in tl.static_range(0 if BOUNDED and not ALWAYS else 1, 2 if ALWAYS else 3):
             begin = first if PART == 0 else (clear if PART == 1 else whole)
             stop = last if PART == 2 or ALWAYS else (tl.minimum(clear, last) if PART == 0 else whole)
@@ -463,7 +464,7 @@ def _verify_shares_kernel(
                         COMPUTE,
                     )
 
-        # 3. Leave the states.
+        # The next segment's lists, while the last keys are added up.
         request_ahead, head_ahead, first_ahead, last_ahead, partial_ahead = ahead
         start_ahead = tl.load(start_ptr + request_ahead)
         list_start_ahead = tl.load(indptr_ptr + request_ahead)
@@ -474,6 +475,7 @@ def _verify_shares_kernel(
             running_sum, acc = join_columns(running_sum, acc, BLOCK_M, BLOCK_V)
         if PLAIN:
             running_max = natural(running_max)
+        # 3. Leave the states.
         state = partial.to(tl.int64) * rows + row
         store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_m, V_DIM, BLOCK_V)
 

@@ -102,7 +102,7 @@ class KVView:
 
     @cached_property
     def pair_arguments(self) -> Arguments:
-        """The same for kernels that read pairs, as int16 numbers."""
+        """What kernels that read pairs are told of where it lies, as int16 numbers; only where it is `paired`."""
         k, v = self.k.view(torch.int16), self.v.view(torch.int16)
         return Arguments(VIEW, (k, v), (*self._strides(k, v), self.v_scale))
 

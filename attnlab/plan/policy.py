@@ -31,9 +31,9 @@ class SplitContext:
 
     `multiprocessors` is None where the device does not say. `rows_per_seq` rows share one sequence's length (the
     branches of a draft); a plain decode has 1. A program of even shares packs `head_tile` query heads of a group, as
-    `plan.tiles` says. `requests` is how many a batch has; None of any batch. `kv_itemsize` is the bytes of a number in
-    the pool. `drafts` is the most query tokens of a request whose keys they read together (a verify); None
-    elsewhere.
+    `plan.tiles` says. `requests` is how many a batch has; None where one answer holds for any. `kv_itemsize` is the
+    bytes of a number in the pool. `drafts` is the most query tokens of a request whose keys they read together (a
+    verify); None elsewhere.
     """
 
     heads: int

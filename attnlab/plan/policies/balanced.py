@@ -13,7 +13,7 @@ from attnlab.plan.policy import SharePolicy, SplitContext, split_policy
 from attnlab.plan.tiles import HEAD_TILE, NARROW_DIM, head_tiles, row_tiles
 
 FEW = 8
-"""Requests up to which a decode has one program a multiprocessor."""
+"""Requests up to which a decode has one program a multiprocessor (of 8-bit numbers two)."""
 MANY_ROWS = 32
 """Rows (drafts x heads of a group) above which a verify has two programs a multiprocessor: one computes, one loads."""
 UNKNOWN = 128
@@ -26,10 +26,10 @@ class Balanced(SharePolicy):
     """Deal tiles of `tile` keys to all programs that a device holds at a time, an even share each.
 
     `programs` are those that a multiprocessor holds; None: as many as were fastest on an H200. Four hide each other's
-    waits where requests are many; one with more keys on their way leaves fewer partials to merge where they are few.
-    Two where values are wider than 128 and for many drafts; one over latent rows, for few drafts, and where a tile
-    packs more than 16 heads; of 8-bit numbers two where of 16-bit ones it is one. Not batch-invariant: where a request
-    is cut depends on all that come before it.
+    waits in a decode of many requests. One, with more keys on their way, leaves fewer partials to merge: of few
+    requests, over latent rows, of few drafts, of drafts over values wider than 128; two there of 8-bit numbers. Two in
+    a decode of values wider than 128, and for many drafts of others. One where a tile packs more than 16 heads. Not
+    batch-invariant: where a request is cut depends on all that come before it.
     """
 
     tile: int = 128
@@ -46,20 +46,20 @@ class Balanced(SharePolicy):
         tiles = head_tiles(group, ctx.head_tile)
         if ctx.drafts is not None:
             tiles = row_tiles(ctx.drafts * group, v_dim=ctx.v_dim)
-        held = (ctx.multiprocessors or UNKNOWN) * (self.programs or _held(ctx))
-        return max(1, held // (ctx.kv_heads * tiles))
+        running = (ctx.multiprocessors or UNKNOWN) * (self.programs or _held(ctx))
+        return max(1, running // (ctx.kv_heads * tiles))
 
 
 def _held(ctx: SplitContext) -> int:
     """Return how many programs a multiprocessor holds at a time."""
     if ctx.head_tile > HEAD_TILE:
         return 1
-    alone = 2 if ctx.kv_itemsize == 1 else 1
+    few = 2 if ctx.kv_itemsize == 1 else 1
     if ctx.drafts is not None:
         rows = ctx.drafts * (ctx.heads // ctx.kv_heads)
-        return alone if rows <= MANY_ROWS or ctx.v_dim > NARROW_DIM else 2
+        return few if rows <= MANY_ROWS or ctx.v_dim > NARROW_DIM else 2
     if ctx.mla:
-        return alone
+        return few
     if ctx.v_dim > NARROW_DIM:
         return 2
-    return alone if ctx.requests is not None and ctx.requests <= FEW else 4
+    return few if ctx.requests is not None and ctx.requests <= FEW else 4
