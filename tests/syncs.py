@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import InterpretedFunction
 
 from attnlab.compat.sglang import values
+from attnlab.eager import index
 
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 """What moves numbers of a tensor to the host."""
@@ -42,6 +43,7 @@ def unread() -> Iterator[None]:
     """Let this CPU stand for a GPU: what is looked at only where that costs nothing is not looked at."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(values, "readable", lambda x: False)
+        patch.setattr(index, "_copied_by_row", index._selected_at_once)
         yield
 
 
