@@ -383,3 +383,29 @@ def test_drafts_that_grow_beyond_their_shares_are_cut_in_fewer_ranges(engine: st
         lane = step.lane(18)
         lane.splits.validate([5 + i] * 4)
         lane.schedule.validate(lane.splits)
+
+
+def test_an_empty_segment_belongs_to_no_program() -> None:
+    """The program that owned it would answer for its request, which has keys elsewhere."""
+    stand = Stand(TOY.but(policy=Balanced(), lens=(20, 30)), "eager", "cpu")
+    lane = stand.plan().lanes[0]
+    schedule = lane.schedule
+    empty = torch.zeros(1, 5, dtype=torch.int32)
+    owned = schedule.program_indptr.clone()
+    live = schedule.segments[: int(owned[-1])]
+    replace(schedule, segments=torch.cat([live, empty])).validate(lane.splits)
+    owned[-1] += 1
+    with pytest.raises(ValueError, match="reads nothing"):
+        replace(schedule, segments=torch.cat([live, empty]), program_indptr=owned).validate(lane.splits)
+
+
+@pytest.mark.parametrize("heads", [8, 4])
+def test_outputs_share_no_memory_with_queries(heads: int) -> None:
+    """Some requests are answered while the queries of others are still to be read."""
+    stand = Stand(TOY.but(policy=Balanced(), lens=(20, 30, 40, 50), heads=heads), "eager", "cpu")
+    rows = torch.zeros(6, heads, 32)
+    with pytest.raises(ValueError, match="out: shares its memory with q"):
+        stand.backend.decode(1, rows[1:5], None, None, stand.plan(), save=False, out=rows[2:6])
+    lse = rows.view(-1)[: 4 * heads].view(4, heads)
+    with pytest.raises(ValueError, match="lse: shares its memory with q"):
+        stand.backend.decode(1, rows[1:5], None, None, stand.plan(), save=False, lse=lse)

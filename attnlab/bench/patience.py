@@ -13,6 +13,9 @@ from typing import Any
 from attnlab.bench.workload import Workload
 from attnlab.checks import require
 
+MOST_SECONDS = 1e6
+"""More than clocks of a system need take."""
+
 
 class TookTooLong(RuntimeError):
     """A peer was cut off before it was ready."""
@@ -40,7 +43,10 @@ class Patience:
     """
 
     def __init__(self, seconds: float | None) -> None:
-        require(seconds is None or seconds > 0, f"patience: expected more than 0 seconds, got {seconds}")
+        require(
+            seconds is None or 0 < seconds <= MOST_SECONDS,
+            f"patience: expected more than 0 and at most {MOST_SECONDS:g} seconds, got {seconds}",
+        )
         self.seconds = seconds
         self._cut_off: dict[tuple[str, str, bool], str] = {}
 
@@ -72,9 +78,9 @@ def _alarm(seconds: float | None) -> Iterator[None]:
     def rings(number: int, frame: Any) -> None:
         raise TookTooLong(f"not ready after {seconds:g} s, compiling most likely; --patience gives it longer")
 
-    before, since = signal.signal(signal.SIGALRM, rings), time.monotonic()
-    theirs, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    before, since, theirs = signal.signal(signal.SIGALRM, rings), time.monotonic(), 0.0
     try:
+        theirs, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

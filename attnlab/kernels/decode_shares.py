@@ -34,6 +34,9 @@ from attnlab.plan.call import DecodeCall
 from attnlab.plan.tiles import HEAD_TILE, head_tiles
 from attnlab.spec import AttentionSpec
 
+WIDE = 256
+"""Columns of keys up to which a multiprocessor has room for several tiles."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharesConfig:
@@ -108,6 +111,8 @@ def shares_constants(
     `held` is how many programs a multiprocessor holds at a time.
     """
     compute = compute_dtype(q_dtype, view.k.dtype)
+    if spec.qk_dim > WIDE and not view.v_in_k:
+        held = max(held, 2)  # wide keys and values of their own leave no room for loads that are far ahead
     config = SharesConfig.choose(spec, target, compute=compute, kv_dtype=view.k.dtype, held=held)
     tiles = tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n)
     constants: dict[str, Any] = {

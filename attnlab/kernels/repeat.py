@@ -51,7 +51,8 @@ class Repeat:
             _kind(q) == self._q
             and _kind(out) == self._out
             and _kind(sinks) == self._sinks
-            and (sinks is None or sinks.untyped_storage().data_ptr() != out.untyped_storage().data_ptr())
+            and (written := out.untyped_storage().data_ptr()) != q.untyped_storage().data_ptr()
+            and (sinks is None or sinks.untyped_storage().data_ptr() != written)
             and (view.arguments.kind, traits(view)) == self._view
             and all(variant.usable for variant, *_ in self._sent)
         )

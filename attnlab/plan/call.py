@@ -93,13 +93,14 @@ class DecodeCall:
     def _answers_look_right(self, reqs: int, device: torch.device) -> bool:
         """Whether what is written is shaped as it must be, packed, and apart from what is read."""
         out, lse, spec = self.out, self.lse, self.spec
+        read = (*self.view.memory, self.q.untyped_storage().data_ptr())
         return (
             isinstance(out, Tensor)
             and out.shape == (reqs, spec.heads, spec.v_dim)
             and out.dtype in FLOATS
             and out.device == device
             and out.is_contiguous()
-            and (memory := out.untyped_storage().data_ptr()) not in self.view.memory
+            and (memory := out.untyped_storage().data_ptr()) not in read
             and (
                 lse is None
                 or isinstance(lse, Tensor)
@@ -107,7 +108,7 @@ class DecodeCall:
                 and lse.dtype == torch.float32
                 and lse.device == device
                 and lse.is_contiguous()
-                and lse.untyped_storage().data_ptr() not in (*self.view.memory, memory)
+                and lse.untyped_storage().data_ptr() not in (*read, memory)
             )
         )
 
@@ -143,7 +144,9 @@ class DecodeCall:
         check_aux(spec, self.aux, reqs, device, hint)
         check_sight(spec, self.lane.layout, self.layer)
         check_partials(self.partials, self.lane.schedule.partials, spec.group, spec.v_dim, device, hint)
-        read = {"the pool's keys": self.view.k, "the pool's values": self.view.v, "sinks": self.sinks, "aux": self.aux}
+        # Some rows are answered while queries of others are still to be read.
+        read: dict[str, Tensor | None] = {"the pool's keys": self.view.k, "the pool's values": self.view.v}
+        read |= {"q": self.q, "sinks": self.sinks, "aux": self.aux}
         own_memory("out", self.out, read)
         if self.lse is not None:
             own_memory("lse", self.lse, {**read, "out": self.out})

@@ -20,7 +20,8 @@ from attnlab.plan.splits import SplitPlan, offsets_of, owner_of, share_starts
 from attnlab.plan.tiles import HEAD_TILE, head_tiles
 
 SEGMENT = ("request", "kv_head", "first", "last", "partial")
-"""The columns of a segment: it reads list entries `[first, last)`; an empty one (first == last) does nothing."""
+"""The columns of a segment: it reads list entries `[first, last)`. Empty ones (first == last) stand behind all others,
+and belong to no program of a persistent schedule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -181,4 +182,10 @@ class Schedule:
         require(
             in_bounds and (not with_keys or with_keys[-1] < owned[-1]),
             "schedule: program_indptr does not give every segment with keys to one program",
+        )
+        empty = [i for i, row in enumerate(rows[: owned[-1]]) if row[2] >= row[3]]
+        require(
+            not (self.persistent and empty),
+            f"schedule: segment {empty[:1]} reads nothing, and a program that walks through its segments would answer for "
+            "it; leave it to no program",
         )

@@ -43,7 +43,7 @@ def current() -> Table:
 
 @contextmanager
 def using(table: Table) -> Iterator[Table]:
-    """Launch kernels by another table inside of the block."""
+    """Launch kernels by another table inside of the block; one thread at a time, as the table is the process's."""
     current()  # the shipped one stays below
     _in_use.append(table)
     try:
@@ -58,4 +58,4 @@ def tuned(kernel: str, target: Target, **shape: Any) -> dict[str, Any]:
     >>> tuned("decode_latent", Target(kind="interpreter"))
     {'block_n': 64, 'num_warps': 8, 'num_stages': 1}
     """
-    return current().row(kernel, target, shape).config
+    return dict(current().row(kernel, target, shape).config)

@@ -21,9 +21,12 @@ def parsed(content: Any, *, name: str) -> Table:
     """
     try:
         _known(content, {"about", "runs", "rows"})
+        about = content["about"]
+        if not isinstance(about, list) or not all(isinstance(line, str) for line in about):
+            raise ValueError("about: expected a list of lines")
         runs = {key: _run(key, value) for key, value in content["runs"].items()}
         rows = tuple(_numbered(number, value, runs) for number, value in enumerate(content["rows"], start=1))
-        return Table(about=tuple(content["about"]), runs=runs, rows=rows)
+        return Table(about=tuple(about), runs=runs, rows=rows)
     except (KeyError, TypeError, AttributeError) as error:
         reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{name}: {reason}; a table has about, runs and rows") from error
