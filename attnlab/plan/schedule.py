@@ -186,6 +186,6 @@ class Schedule:
         empty = [i for i, row in enumerate(rows[: owned[-1]]) if row[2] >= row[3]]
         require(
             not (self.persistent and empty),
-            f"schedule: segment {empty[:1]} reads nothing, and a program that walks through its segments would answer for "
-            "it; leave it to no program",
+            f"schedule: segment {empty[:1]} reads nothing, and a program that walks through its segments would answer "
+            "for it; leave it to no program",
         )
