@@ -14,6 +14,7 @@ from hypothesis import given, settings
 
 from attnlab._boot import INTERPRETED
 from attnlab.inspect import resources
+from attnlab.inspect.resources.shapes import SHAPES
 from attnlab.kernels import extend_hopper, launch
 from attnlab.kernels.extend_hopper import HopperConfig, can_serve, has_tiles
 from attnlab.kernels.target import Target
@@ -107,7 +108,7 @@ def test_one_pass_gives_the_same_bits_however_a_prompt_is_cut(window: int | None
 
 def test_tiles_are_those_that_tensor_cores_take() -> None:
     hopper = resources.TARGETS["sm_90"]
-    for shape in resources.SHAPES:
+    for shape in SHAPES:
         if has_tiles(shape.spec(), shape.view(), shape.dtype):
             config = HopperConfig.choose(shape.spec(), hopper)
             assert config.block_n <= shape.v_dim and config.block_m % 64 == 0
