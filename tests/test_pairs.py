@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attnlab._boot import INTERPRETED
 from attnlab._triton import jit, tl, triton
-from attnlab.kernels.launch import in_pairs, pair_constants, plain_scores, stored
+from attnlab.kernels.launch import pair_constants, plain_scores, stored
 from attnlab.kernels.pairs import POWERS, unpacked
 from attnlab.memory.pool import FP8, KVView
 from attnlab.plan.policies.balanced import Balanced
@@ -68,7 +68,7 @@ def test_a_row_of_zeros_beside_others_is_no_special_case(engine: str, device: st
 def test_all_dims_agree_with_the_oracle(engine: str, device: str, heads: dict[str, int], dims: tuple[int, int]) -> None:
     stand = Stand(TOY.but(qk_dim=dims[0], v_dim=dims[1], dtype=torch.bfloat16, **heads), engine, device)
     stand.check()
-    assert in_pairs(stand.pool.view(0)) == (dims[0] % 2 == 0 and dims[1] % 2 == 0)
+    assert stand.pool.view(0).paired == (dims[0] % 2 == 0 and dims[1] % 2 == 0)
 
 
 @engines
@@ -117,14 +117,12 @@ def _view(k: torch.Tensor, v: torch.Tensor) -> KVView:
 def test_pools_with_odd_steps_are_read_number_by_number() -> None:
     row = torch.zeros(4 * 2 * 32 + 1, dtype=torch.uint8).view(FP8)
     even = row[:-1].view(4, 2, 32)
-    assert in_pairs(_view(even, even)) and stored(_view(even, even))[0].dtype == torch.int16
+    assert _view(even, even).paired and stored(_view(even, even))[0].dtype == torch.int16
     odd = row[1:].view(4, 2, 32)
     for k, v in ((odd, even), (even, odd), (even[..., :31], even), (even, even[..., :31])):
-        assert not in_pairs(_view(k, v)) and stored(_view(k, v))[0].dtype == FP8
+        assert not _view(k, v).paired and stored(_view(k, v))[0].dtype == FP8
     half = torch.zeros(4, 2, 32, dtype=torch.bfloat16)
-    assert (
-        not in_pairs(_view(half, half)) and pair_constants(spec=_spec(0.1), view=_view(half, half), compute=None) == {}
-    )
+    assert not _view(half, half).paired and pair_constants(spec=_spec(0.1), view=_view(half, half), compute=None) == {}
 
 
 def _spec(scale: float) -> AttentionSpec:

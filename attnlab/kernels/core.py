@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from attnlab._triton import jit, tl
 from attnlab.kernels.pairs import LIFT, load_pairs
 from attnlab.mods.softcap import soft_cap_triton
 from attnlab.mods.temperature import temperature_triton
+
+LOG2_E: Any = None if tl is None else tl.constexpr(1.4426950408889634)
+LN_2: Any = None if tl is None else tl.constexpr(0.6931471805599453)
 
 
 @jit
@@ -257,7 +262,6 @@ def attend_tile(
     `v_rows` point at the keys and values; where V_IS_K_TILE the values are the main columns of the keys.
     """
     PAIRS: tl.constexpr = k_rows.dtype.element_ty == tl.int16
-    LN_2: tl.constexpr = 0.6931471805599453
     k = load_keys(k_rows, mask_n, 0, BLOCK_D, QK_DIM, COMPUTE)
     scores = score_tile(
         q,
@@ -351,9 +355,104 @@ def attend_plain_tile(
 
 
 @jit
+def attend_shares_tile(
+    running_max,
+    running_sum,
+    acc,
+    q,
+    q_rest,
+    k_rows,
+    v_rows,
+    mask_n,
+    visible,
+    q_pos,
+    kv_pos,
+    q_index,
+    head,
+    factor,
+    softcap,
+    aux_ptr,
+    aux_stride_token,
+    aux_stride_head,
+    aux_width,
+    QK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    V_IS_K_TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TEMPERATURE_LEN: tl.constexpr,
+    MOD: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
+    """The step of programs of even shares: `attend_plain_tile` where scores are PLAIN, else `attend_tile`.
+
+    `factor` is what products are scaled by: a number, or one for each row where the pool is read in pairs.
+    """
+    if PLAIN:
+        running_max, running_sum, acc = attend_plain_tile(
+            running_max,
+            running_sum,
+            acc,
+            q,
+            q_rest,
+            k_rows,
+            v_rows,
+            mask_n,
+            visible,
+            factor * LOG2_E,
+            QK_DIM,
+            V_DIM,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_R,
+            BLOCK_V,
+            V_IS_K_TILE,
+            COMPUTE,
+        )
+    else:
+        running_max, running_sum, acc = attend_tile(
+            running_max,
+            running_sum,
+            acc,
+            q,
+            q_rest,
+            k_rows,
+            v_rows,
+            mask_n,
+            visible,
+            q_pos,
+            kv_pos,
+            q_index,
+            head,
+            factor[:, None] if k_rows.dtype.element_ty == tl.int16 else factor,
+            softcap,
+            aux_ptr,
+            aux_stride_token,
+            aux_stride_head,
+            aux_width,
+            QK_DIM,
+            V_DIM,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_R,
+            BLOCK_V,
+            True,
+            V_IS_K_TILE,
+            HAS_SOFTCAP,
+            TEMPERATURE_LEN,
+            MOD,
+            COMPUTE,
+        )
+    return running_max, running_sum, acc
+
+
+@jit
 def natural(running_max):
     """The largest score, of what `attend_plain_tile` keeps of it."""
-    LN_2: tl.constexpr = 0.6931471805599453
     return running_max * LN_2
 
 

@@ -19,6 +19,8 @@ import torch
 from attnlab._triton import device_clock, jit, multiprocessor, release_dependents, tl, wait_for_earlier
 from attnlab.arguments import Arguments, Names
 from attnlab.kernels.core import (
+    LN_2,
+    LOG2_E,
     finite_or_zero,
     join_sink,
     load_queries,
@@ -171,8 +173,6 @@ def _decode_latent_kernel(
     if TIMES:
         began = device_clock()
     tl.static_assert(V_IS_K_TILE and BLOCK_R > 0 and MOD is None)
-    LOG2_E: tl.constexpr = 1.4426950408889634
-    LN_2: tl.constexpr = 0.6931471805599453
     # 1. What is mine: some segments, for up to 64 heads of a group. Strides may be large: offsets are 64-bit.
     member = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = member < GROUP

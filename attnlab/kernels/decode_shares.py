@@ -14,8 +14,7 @@ import torch
 
 from attnlab._triton import device_clock, jit, multiprocessor, release_dependents, tl, wait_for_earlier
 from attnlab.kernels.core import (
-    attend_plain_tile,
-    attend_tile,
+    attend_shares_tile,
     join_sink,
     load_queries,
     load_segment,
@@ -197,8 +196,6 @@ def _decode_shares_kernel(
     if TIMES:
         began = device_clock()
     # 1. What is mine: some segments, for up to 16 heads of a group. Strides may be large: offsets are 64-bit.
-    PACKED: tl.constexpr = BLOCK_H > 1
-    LOG2_E: tl.constexpr = 1.4426950408889634
     PAIRS: tl.constexpr = k_ptr.dtype.element_ty == tl.int16
     member = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = member < GROUP
@@ -249,61 +246,39 @@ def _decode_shares_kernel(
                     slots = slots.to(tl.int32)
                 k_rows = k_head_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE)
                 v_rows = v_head_ptr + slot_offsets(slots, v_stride_page, v_stride_slot, PAGE_SIZE)
-                if PLAIN:
-                    running_max, running_sum, acc = attend_plain_tile(
-                        running_max,
-                        running_sum,
-                        acc,
-                        q,
-                        q_rest,
-                        k_rows,
-                        v_rows,
-                        mask_n,
-                        visible,
-                        factor * LOG2_E,
-                        QK_DIM,
-                        V_DIM,
-                        BLOCK_N,
-                        BLOCK_D,
-                        BLOCK_R,
-                        BLOCK_V,
-                        V_IS_K_TILE,
-                        COMPUTE,
-                    )
-                else:
-                    running_max, running_sum, acc = attend_tile(
-                        running_max,
-                        running_sum,
-                        acc,
-                        q,
-                        q_rest,
-                        k_rows,
-                        v_rows,
-                        mask_n,
-                        visible,
-                        q_pos,
-                        (start + entry)[None, :],
-                        req,
-                        head[:, None],
-                        factor[:, None] if PAIRS else factor,
-                        softcap,
-                        aux_ptr,
-                        aux_stride_token,
-                        aux_stride_head,
-                        aux_width,
-                        QK_DIM,
-                        V_DIM,
-                        BLOCK_N,
-                        BLOCK_D,
-                        BLOCK_R,
-                        BLOCK_V,
-                        PACKED,
-                        V_IS_K_TILE,
-                        HAS_SOFTCAP,
-                        TEMPERATURE_LEN,
-                        MOD,
-                        COMPUTE,
-                    )
+                running_max, running_sum, acc = attend_shares_tile(
+                    running_max,
+                    running_sum,
+                    acc,
+                    q,
+                    q_rest,
+                    k_rows,
+                    v_rows,
+                    mask_n,
+                    visible,
+                    q_pos,
+                    (start + entry)[None, :],
+                    req,
+                    head[:, None],
+                    factor,
+                    softcap,
+                    aux_ptr,
+                    aux_stride_token,
+                    aux_stride_head,
+                    aux_width,
+                    QK_DIM,
+                    V_DIM,
+                    BLOCK_N,
+                    BLOCK_D,
+                    BLOCK_R,
+                    BLOCK_V,
+                    V_IS_K_TILE,
+                    HAS_SOFTCAP,
+                    TEMPERATURE_LEN,
+                    MOD,
+                    COMPUTE,
+                    PLAIN,
+                )
 
         if PAIRS:
             running_sum, acc = join_columns(running_sum, acc, BLOCK_H, BLOCK_V)

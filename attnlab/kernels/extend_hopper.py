@@ -22,6 +22,7 @@ import torch
 
 from attnlab._triton import jit, tl
 from attnlab.kernels.core import (
+    LOG2_E,
     dots,
     finite_or_zero,
     join_sink,
@@ -442,7 +443,6 @@ def _attend_span(
     all see whole come in the middle, without masks; PART 0 and 2 are the tiles in front of and behind them.
     """
     # 1. The first key that any query sees, and the first that all of them see.
-    LOG2_E: tl.constexpr = 1.4426950408889634
     seen_from = start_visible
     whole_from = start_visible
     if HAS_WINDOW:

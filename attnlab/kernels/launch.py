@@ -62,14 +62,9 @@ def tile_constants(
     }
 
 
-def in_pairs(view: KVView) -> bool:
-    """Whether a pool can be read as pairs of columns, two 8-bit numbers in one of 16 (kernels/pairs.py)."""
-    return view.paired
-
-
 def stored(view: KVView) -> tuple[Tensor, Tensor]:
     """Return a view's `k` and `v` as kernels for pairs read them: int16 where two columns make one number."""
-    return (view.k.view(torch.int16), view.v.view(torch.int16)) if in_pairs(view) else (view.k, view.v)
+    return (view.k.view(torch.int16), view.v.view(torch.int16)) if view.paired else (view.k, view.v)
 
 
 def pair_constants(*, spec: AttentionSpec, view: KVView, compute: Any) -> dict[str, Any]:
@@ -77,7 +72,7 @@ def pair_constants(*, spec: AttentionSpec, view: KVView, compute: Any) -> dict[s
 
     BLOCK_D and BLOCK_R count pairs. Queries of 16 bits are multiplied in fp16, which holds every e4m3 number.
     """
-    if not in_pairs(view):
+    if not view.paired:
         return {}
     block_d, block_r = dim_tiles(spec.qk_dim // 2)
     return {
@@ -121,7 +116,7 @@ def scales_last(scale: float, k_scale: float) -> bool:
 def plain_scores(spec: AttentionSpec, view: KVView) -> bool:
     """Whether scores are products times a number above 0, and nothing else, but for those that are hidden."""
     alone = spec.softcap is None and spec.temperature_len is None and spec.mod is None
-    powers = POWERS if in_pairs(view) else (1.0,)
+    powers = POWERS if view.paired else (1.0,)
     return alone and all(scales_last(spec.scale * power, view.k_scale) for power in powers)
 
 

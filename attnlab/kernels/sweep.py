@@ -8,7 +8,7 @@ row.
 from __future__ import annotations
 
 from attnlab._triton import jit, tl
-from attnlab.kernels.core import attend_tile, slot_offsets, visible_keys
+from attnlab.kernels.core import attend_tile, first_visible, slot_offsets, visible_keys
 
 
 @jit
@@ -239,3 +239,114 @@ def attend_new(
             COMPUTE,
         )
     return running_max, running_sum, acc
+
+
+@jit
+def attend_drafts(
+    running_max,
+    running_sum,
+    acc,
+    q,
+    q_rest,
+    q_pos,
+    q_number,
+    token,
+    head,
+    mask_m,
+    drafts,
+    last_row,
+    first_token,
+    positions_ptr,
+    cached,
+    k_head_ptr,
+    k_stride_token,
+    v_head_ptr,
+    v_stride_token,
+    bits_ptr,
+    bits_row,
+    num_bits,
+    window,
+    chunk,
+    scale,
+    softcap,
+    aux_ptr,
+    aux_stride_token,
+    aux_stride_head,
+    aux_width,
+    GROUP: tl.constexpr,
+    QK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    V_IS_K_TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TEMPERATURE_LEN: tl.constexpr,
+    MOD: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ORDERED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+):
+    """The softmax state after a request's drafts, of which rows up to `last_row` see those that sight and mask show.
+
+    They come straight from the call, and are not scaled.
+    """
+    first_new = 0
+    if ORDERED:
+        first = first_visible(q_pos, mask_m, window, chunk, HAS_WINDOW, HAS_CHUNK)
+        first_new = tl.maximum(first - cached, 0) // BLOCK_N * BLOCK_N
+    last_new = drafts
+    if CAUSAL and not HAS_MASK:
+        last_new = tl.minimum(drafts, last_row // GROUP + 1)
+    return attend_new(
+        running_max,
+        running_sum,
+        acc,
+        q,
+        q_rest,
+        q_pos,
+        q_number,
+        token,
+        head,
+        mask_m,
+        first_new,
+        last_new,
+        first_token,
+        positions_ptr,
+        cached,
+        k_head_ptr,
+        k_stride_token,
+        v_head_ptr,
+        v_stride_token,
+        bits_ptr,
+        bits_row,
+        num_bits,
+        window,
+        chunk,
+        scale,
+        softcap,
+        aux_ptr,
+        aux_stride_token,
+        aux_stride_head,
+        aux_width,
+        QK_DIM,
+        V_DIM,
+        BLOCK_N,
+        BLOCK_D,
+        BLOCK_R,
+        BLOCK_V,
+        V_IS_K_TILE,
+        HAS_SOFTCAP,
+        TEMPERATURE_LEN,
+        MOD,
+        COMPUTE,
+        ORDERED,
+        CAUSAL,
+        HAS_MASK,
+        HAS_WINDOW,
+        HAS_CHUNK,
+    )

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from attnlab._triton import jit, release_dependents, tl, wait_for_earlier
-from attnlab.kernels.core import first_visible, join_sink, load_queries, merge_states, store_states, write_rows
+from attnlab.kernels.core import join_sink, load_queries, merge_states, store_states, write_rows
 from attnlab.kernels.launch import (
-    in_pairs,
     lifted,
     merge_options,
     padded,
@@ -25,7 +24,7 @@ from attnlab.kernels.launch import (
     tile_constants,
     written,
 )
-from attnlab.kernels.sweep import attend_list, attend_new
+from attnlab.kernels.sweep import attend_drafts, attend_list
 from attnlab.kernels.target import Target
 from attnlab.kernels.tuning import tuned
 from attnlab.memory.pool import KVView, compute_dtype
@@ -227,7 +226,7 @@ def answers_alone(spec: AttentionSpec, view: KVView) -> bool:
     They need the room for it, which wide values and modifiers take, and queries that are multiplied by new keys as they
     are by cached ones.
     """
-    return spec.v_dim <= NARROW_DIM and spec.mod is None and not in_pairs(view)
+    return spec.v_dim <= NARROW_DIM and spec.mod is None and not view.paired
 
 
 def verify_constants(
@@ -425,117 +424,6 @@ def _verify_split_kernel(
     store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_m, V_DIM, BLOCK_V)
     if PDL:
         release_dependents()
-
-
-@jit
-def attend_drafts(
-    running_max,
-    running_sum,
-    acc,
-    q,
-    q_rest,
-    q_pos,
-    q_number,
-    token,
-    head,
-    mask_m,
-    drafts,
-    last_row,
-    first_token,
-    positions_ptr,
-    cached,
-    k_head_ptr,
-    k_stride_token,
-    v_head_ptr,
-    v_stride_token,
-    bits_ptr,
-    bits_row,
-    num_bits,
-    window,
-    chunk,
-    scale,
-    softcap,
-    aux_ptr,
-    aux_stride_token,
-    aux_stride_head,
-    aux_width,
-    GROUP: tl.constexpr,
-    QK_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    V_IS_K_TILE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    TEMPERATURE_LEN: tl.constexpr,
-    MOD: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    ORDERED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CHUNK: tl.constexpr,
-):
-    """The softmax state after a request's drafts, of which rows up to `last_row` see those that sight and mask show.
-
-    They come straight from the call, and are not scaled.
-    """
-    first_new = 0
-    if ORDERED:
-        first = first_visible(q_pos, mask_m, window, chunk, HAS_WINDOW, HAS_CHUNK)
-        first_new = tl.maximum(first - cached, 0) // BLOCK_N * BLOCK_N
-    last_new = drafts
-    if CAUSAL and not HAS_MASK:
-        last_new = tl.minimum(drafts, last_row // GROUP + 1)
-    return attend_new(
-        running_max,
-        running_sum,
-        acc,
-        q,
-        q_rest,
-        q_pos,
-        q_number,
-        token,
-        head,
-        mask_m,
-        first_new,
-        last_new,
-        first_token,
-        positions_ptr,
-        cached,
-        k_head_ptr,
-        k_stride_token,
-        v_head_ptr,
-        v_stride_token,
-        bits_ptr,
-        bits_row,
-        num_bits,
-        window,
-        chunk,
-        scale,
-        softcap,
-        aux_ptr,
-        aux_stride_token,
-        aux_stride_head,
-        aux_width,
-        QK_DIM,
-        V_DIM,
-        BLOCK_N,
-        BLOCK_D,
-        BLOCK_R,
-        BLOCK_V,
-        V_IS_K_TILE,
-        HAS_SOFTCAP,
-        TEMPERATURE_LEN,
-        MOD,
-        COMPUTE,
-        ORDERED,
-        CAUSAL,
-        HAS_MASK,
-        HAS_WINDOW,
-        HAS_CHUNK,
-    )
 
 
 @jit(do_not_specialize=("rows", "num_bits", "window", "chunk"))

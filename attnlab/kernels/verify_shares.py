@@ -17,8 +17,7 @@ import torch
 
 from attnlab._triton import jit, release_dependents, tl, wait_for_earlier
 from attnlab.kernels.core import (
-    attend_plain_tile,
-    attend_tile,
+    attend_shares_tile,
     join_sink,
     load_queries,
     load_segment,
@@ -41,9 +40,10 @@ from attnlab.kernels.launch import (
     written,
 )
 from attnlab.kernels.pairs import join_columns, load_paired_queries
+from attnlab.kernels.sweep import attend_drafts
 from attnlab.kernels.target import Target
 from attnlab.kernels.tuning import tuned
-from attnlab.kernels.verify import MERGE_BLOCK_N, answers_alone, attend_drafts
+from attnlab.kernels.verify import MERGE_BLOCK_N, answers_alone
 from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.extend_call import VerifyCall
 from attnlab.spec import AttentionSpec
@@ -320,7 +320,6 @@ def _verify_shares_kernel(
     # Where bits are read, or a modifier may look at what is seen, every tile has a mask.
     ALWAYS: tl.constexpr = HAS_MASK or MOD is not None
     BOUNDED: tl.constexpr = HAS_WINDOW or HAS_CHUNK
-    LOG2_E: tl.constexpr = 1.4426950408889634
     PAIRS: tl.constexpr = k_ptr.dtype.element_ty == tl.int16
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     q_number = row // GROUP
@@ -409,61 +408,39 @@ def _verify_shares_kernel(
                     slots = slots.to(tl.int32)
                 k_rows = k_head_ptr + slot_offsets(slots, k_stride_page, k_stride_slot, PAGE_SIZE)
                 v_rows = v_head_ptr + slot_offsets(slots, v_stride_page, v_stride_slot, PAGE_SIZE)
-                if PLAIN:
-                    running_max, running_sum, acc = attend_plain_tile(
-                        running_max,
-                        running_sum,
-                        acc,
-                        q,
-                        q_rest,
-                        k_rows,
-                        v_rows,
-                        mask_n,
-                        visible,
-                        factor * LOG2_E,
-                        QK_DIM,
-                        V_DIM,
-                        BLOCK_N,
-                        BLOCK_D,
-                        BLOCK_R,
-                        BLOCK_V,
-                        V_IS_K_TILE,
-                        COMPUTE,
-                    )
-                else:
-                    running_max, running_sum, acc = attend_tile(
-                        running_max,
-                        running_sum,
-                        acc,
-                        q,
-                        q_rest,
-                        k_rows,
-                        v_rows,
-                        mask_n,
-                        visible,
-                        q_pos[:, None],
-                        kv_pos[None, :],
-                        token[:, None],
-                        head[:, None],
-                        factor[:, None] if PAIRS else factor,
-                        softcap,
-                        aux_ptr,
-                        aux_stride_token,
-                        aux_stride_head,
-                        aux_width,
-                        QK_DIM,
-                        V_DIM,
-                        BLOCK_N,
-                        BLOCK_D,
-                        BLOCK_R,
-                        BLOCK_V,
-                        True,
-                        V_IS_K_TILE,
-                        HAS_SOFTCAP,
-                        TEMPERATURE_LEN,
-                        MOD,
-                        COMPUTE,
-                    )
+                running_max, running_sum, acc = attend_shares_tile(
+                    running_max,
+                    running_sum,
+                    acc,
+                    q,
+                    q_rest,
+                    k_rows,
+                    v_rows,
+                    mask_n,
+                    visible,
+                    q_pos[:, None],
+                    kv_pos[None, :],
+                    token[:, None],
+                    head[:, None],
+                    factor,
+                    softcap,
+                    aux_ptr,
+                    aux_stride_token,
+                    aux_stride_head,
+                    aux_width,
+                    QK_DIM,
+                    V_DIM,
+                    BLOCK_N,
+                    BLOCK_D,
+                    BLOCK_R,
+                    BLOCK_V,
+                    V_IS_K_TILE,
+                    HAS_SOFTCAP,
+                    TEMPERATURE_LEN,
+                    MOD,
+                    COMPUTE,
+                    PLAIN,
+                )
 
         # The next segment's lists, while the last keys are added up.
         request_ahead, head_ahead, first_ahead, last_ahead, partial_ahead = ahead
