@@ -160,13 +160,16 @@ class AttentionBackend:
         save: bool = True,
         out: Tensor | None = None,
         lse: Tensor | None = None,
+        keeps: bool = False,
     ) -> Tensor:
         """Store the new token's K and V, then attend to all keys of the plan; return `[reqs, heads, v_dim]`.
 
         `q` is `[reqs, heads, qk_dim]` (or 2-D, heads and dim in one), `k` and `v` `[reqs, kv_heads, dim]`, in fp32,
         fp16 or bf16; under MLA `v` is None. With `save=False` the cache is read as it is, and `k` and `v` are None, as
         they are in layers that read an encoder's keys. `out` and `lse` (natural log, fp32 `[reqs, heads]`, the sink
-        included) are filled where given. Everything is checked first: on an error nothing was stored.
+        included) are filled where given. `keeps`: every range's state is left in the scratch, for `partials`; where
+        not, those that need no merge may be left out, which is less to write. Everything is checked first: on an error
+        nothing was stored.
         """
         spec = self.model.layer(layer)
         lane, view = self._lane(layer, plan), self.pool.view(spec.pool_layer)
@@ -174,7 +177,9 @@ class AttentionBackend:
         q, attention = _split_heads(q, spec), spec.attention
         if out is None:
             out = q.new_empty(lane.splits.reqs, attention.heads, attention.v_dim)
-        repeat = lane.repeats.get((self.workspace, attention)) if self.tracer is None else None
+        keeps = keeps or self.tracer is not None
+        self.workspace.whole = keeps or not lane.schedule.persistent
+        repeat = None if keeps else lane.repeats.get((self.workspace, attention))
         if repeat is not None and aux is lse is None and repeat.fits(view, q, out, sinks):
             self._store(spec, lane, k, v, save=save)
             with launching_on(self.pool.device):
@@ -185,12 +190,13 @@ class AttentionBackend:
             spec=attention,
             view=view,
             lane=lane,
-            partials=self.partials(layer, plan),
+            partials=self._scratch(layer, plan),
             q=q,
             out=out,
             lse=lse,
             sinks=sinks,
             aux=aux,
+            keeps=keeps,
         )
         if self.tracer is not None:
             call = replace(call, times=self.tracer.times_for(call))
@@ -304,13 +310,14 @@ class AttentionBackend:
         save: bool = True,
         out: Tensor | None = None,
         lse: Tensor | None = None,
+        keeps: bool = False,
     ) -> Tensor:
         """Store the drafts' K and V, then attend with each of them over splits; return `[tokens, heads, v_dim]`.
 
-        Arguments are those of `extend`, which gives the same result without splits. The cached keys are cut as the
-        policy says, and loaded once for as many rows (drafts x heads of a group) as a program has room for. Of a
-        deterministic backend the bits depend on the request alone; they are those of this path, not of the extend that
-        stores a token later.
+        Arguments are those of `extend`, which gives the same result without splits, and `keeps` of `decode`. The cached
+        keys are cut as the policy says, and loaded once for as many rows (drafts x heads of a group) as a program has
+        room for. Of a deterministic backend the bits depend on the request alone; they are those of this path, not of
+        the extend that stores a token later.
         """
         require(isinstance(plan, VerifyPlan), f"plan: expected a VerifyPlan, got {type(plan).__name__}", TypeError)
         self.check_current(plan)
@@ -326,7 +333,7 @@ class AttentionBackend:
             view=view,
             lane=lane,
             queries=_asked(plan, spec),
-            partials=self.partials(layer, plan),
+            partials=self._scratch(layer, plan),
             q=q,
             k=keys,
             v=values,
@@ -335,11 +342,13 @@ class AttentionBackend:
             sinks=sinks,
             aux=aux,
             batch_invariant=self.deterministic,
+            keeps=keeps,
         )
         if self.tracer is not None:
             self.tracer.check_queries(layer, call.queries)
         if save and k is not None:
             self.pool.store(spec.pool_layer, lane.write_slots, k, None if view.v_in_k else v)
+        self.workspace.whole = keeps or not lane.schedule.persistent
         self.engine.verify(call)
         if self.tracer is not None:
             self.tracer.attended(call)
@@ -361,7 +370,19 @@ class AttentionBackend:
                 raise TypeError(f"plan: expected a DecodePlan, ExtendPlan or VerifyPlan, got {describe(plan)}")
 
     def partials(self, layer: int, plan: DecodePlan | VerifyPlan) -> Partials:
-        """Return the scratch of this layer and plan: after its call, and until the next, every range's state."""
+        """Return the scratch of this layer and plan: after a call that keeps states, and until the next, every range's.
+
+        Raises RuntimeError where the last call did not keep all of them.
+        """
+        require(
+            self.workspace.whole,
+            "partials: the last call left the states of some ranges out, whose answers needed no merge; pass "
+            "keeps=True to decode or verify",
+            RuntimeError,
+        )
+        return self._scratch(layer, plan)
+
+    def _scratch(self, layer: int, plan: DecodePlan | VerifyPlan) -> Partials:
         lane, spec = plan.lane(layer), self.model.layer(layer).attention
         most, bound = plan.queries.most if isinstance(plan, VerifyPlan) else 1, self.workspace.max_drafts
         if most > bound:

@@ -179,7 +179,7 @@ class TritonEngine:
         )
 
     def decode(self, call: DecodeCall) -> Repeat | None:
-        """Launch the split kernel, then the merge kernel."""
+        """Launch the split kernel, then the merge kernel, unless all answers were given by the first."""
         with launching_on(self.device):
             if not call.lane.schedule.persistent:
                 split = triton_decode.decode_split(call, target=self.target)
@@ -187,6 +187,8 @@ class TritonEngine:
                 split = decode_latent.decode_latent(call, target=self.target)
             else:
                 split = decode_shares.decode_shares(call, target=self.target)
+                if call.lane.schedule.whole:
+                    return Repeat.of(call, split)
             return Repeat.of(call, split, triton_decode.decode_merge(call, target=self.target))
 
     def extend(self, call: ExtendCall) -> None:

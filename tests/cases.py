@@ -262,12 +262,12 @@ class Stand:
     def plan(self) -> DecodePlan:
         return self.backend.plan(self.batch)
 
-    def run(self, plan: DecodePlan | None = None) -> tuple[Tensor, Tensor]:
+    def run(self, plan: DecodePlan | None = None, *, keeps: bool = False) -> tuple[Tensor, Tensor]:
         """Decode layer 1; return output and LSE."""
         lse = torch.full((len(self.case.lens), self.spec.heads), float("nan"), device=self.device)
         out = torch.full((*lse.shape, self.spec.v_dim), float("nan"), dtype=self.case.dtype, device=self.device)
         made = self.plan() if plan is None else plan
-        args = {"sinks": self.sinks, "aux": self.aux, "save": False, "out": out, "lse": lse}
+        args = {"sinks": self.sinks, "aux": self.aux, "save": False, "out": out, "lse": lse, "keeps": keeps}
         self.backend.decode(1, self.q, None, None, made, **args)
         return out, lse
 

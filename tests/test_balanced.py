@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,8 @@ def test_there_are_as_many_shares_as_programs_run_at_a_time() -> None:
     assert Balanced(programs=2).shares(context(multiprocessors=None)) == 128
     assert Balanced().shares(context(kv_heads=8)) == 66
     assert Balanced().shares(replace(context(kv_heads=8), v_dim=256)) == 33
+    short = replace(context(kv_heads=8), v_dim=64, requests=64, longest=128)
+    assert Balanced().shares(short) == 132 and Balanced().shares(replace(short, longest=129)) == 66
     mla = replace(context(), heads=128, kv_heads=1, v_dim=512, mla=True)
     assert Balanced().shares(mla) == 132 // 8  # its heads are eight tiles
 
@@ -156,7 +159,7 @@ def test_decode_agrees_with_the_oracle(case: Case, policy: SharePolicy, engine: 
 def test_partials_are_the_oracles_for_each_range_alone_or_not(engine: str, device: str) -> None:
     stand = Stand(TOY.but(policy=Few(count=4), heads=40, lens=(200, 5, 0, 96), sinks=True), engine, device)
     plan = stand.plan()
-    stand.run(plan)
+    stand.run(plan, keeps=True)
     partials, lane = stand.backend.partials(1, plan), plan.lane(1)
     owners = lane.schedule.merge_indptr.tolist()
     effective = lane.splits.to_host().effective
@@ -169,6 +172,49 @@ def test_partials_are_the_oracles_for_each_range_alone_or_not(engine: str, devic
                 mine = slice(20 * h, 20 * h + 20)
                 torch.testing.assert_close(partials.lse[p].double(), lse[mine], **LSE)
                 torch.testing.assert_close(partials.output[p].double(), out[mine], **OUTPUT[torch.float32])
+
+
+@engines
+def test_states_of_whole_answers_are_left_out_and_said_to_be(engine: str, device: str) -> None:
+    stand = Stand(TOY.but(policy=Few(count=4), heads=40, lens=(200, 5, 0, 96), sinks=True), engine, device)
+    plan = stand.plan()
+    kept = stand.run(plan, keeps=True)
+    assert stand.backend.partials(1, plan).acc.isfinite().any()
+    stand.backend.workspace.fill(float("nan"))
+    for a, b in zip(kept, stand.run(plan), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(RuntimeError, match=r"^partials: the last call left .*; pass keeps=True to decode or verify$"):
+        stand.backend.partials(1, plan)
+    if engine == "triton":  # eager leaves them all
+        owners = plan.lane(1).schedule.merge_indptr.tolist()
+        alone = [first for first, last in pairwise(owners) if last - first == 1]
+        left = stand.backend.workspace.partials(count=owners[-1], group=20, v_dim=stand.spec.v_dim)
+        assert alone and left.acc[alone].isnan().all() and left.max[alone].isnan().all()
+    stand.run(plan, keeps=True)
+    stand.backend.partials(1, plan)
+
+
+def test_of_short_lists_nothing_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a window no longer than a tile, or of short requests: also of requests without keys, and with sinks."""
+    short = TOY.but(policy=Balanced(), lens=(200, 5, 0, 128), window=128, sinks=True)
+    for case in (short, short.but(sinks=False), short.but(window=None, lens=(128, 0, 1))):
+        merged = Stand(case.but(policy="seed"), *ENGINES[-1]).run()
+        stand = Stand(case, *ENGINES[-1])
+        plan = stand.plan()
+        assert plan.lane(1).schedule.whole
+        with monkeypatch.context() as patch:
+            patch.setattr("attnlab.kernels.decode.decode_merge", forbidden)
+            stand.backend.workspace.fill(float("nan"))
+            out, lse = stand.run(plan)
+        torch.testing.assert_close(out, merged[0], **OUTPUT[torch.float32])
+        torch.testing.assert_close(lse, merged[1], **LSE)
+        stand.check()
+    longer = Stand(short.but(window=129), *ENGINES[-1]).plan()
+    assert not longer.lane(1).schedule.whole
+
+
+def forbidden(*_: object, **__: object) -> None:
+    raise AssertionError("nothing was to be merged")
 
 
 @engines
@@ -190,12 +236,20 @@ def test_many_ranges_of_wide_values_are_merged_a_few_columns_at_a_time(engine: s
 
 def test_tiles_of_the_merge_follow_the_number_of_ranges() -> None:
     wide, target = MLA.spec(), Target(kind="cuda", arch=90)
-    for ranges, tiles in {1: (8, 512, 1), 8: (8, 512, 1), 21: (32, 128, 4), 66: (64, 64, 8)}.items():
+    for ranges, tiles in {1: (4, 512, 1), 4: (4, 512, 1), 8: (8, 512, 1), 21: (32, 128, 4), 66: (64, 64, 8)}.items():
         made = merge_constants(spec=wide, target=target, has_lse=False, persistent=True, ranges=ranges, owners=8)
         assert (made["BLOCK_S"], made["BLOCK_V"], made["DIM_TILES"]) == tiles
     for spec, persistent in ((wide, False), (GQA.spec(), True)):
         made = merge_constants(spec=spec, target=target, has_lse=False, persistent=persistent, ranges=66, owners=8)
         assert made["DIM_TILES"] == 1
+    stages = {
+        (persistent, ranges): merge_constants(
+            spec=GQA.spec(), target=target, has_lse=False, persistent=persistent, ranges=ranges, owners=8
+        )["STAGES"]
+        for persistent in (False, True)
+        for ranges in (1, 66)
+    }
+    assert stages == {(False, 1): 1, (False, 66): 1, (True, 1): 3, (True, 66): 3}
 
 
 def test_wide_offsets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +328,7 @@ def test_drafts_leave_the_same_states_on_both_engines() -> None:
     for engine, device in (("eager", DEVICE), ENGINES[-1]):
         stand = SeveralStand(case, engine, device)
         plan = stand.backend.plan(stand.batch)
-        stand.backend.verify(1, *stand.new(), plan)
+        stand.backend.verify(1, *stand.new(), plan, keeps=True)
         partials, splits = stand.backend.partials(1, plan), plan.lane(1).splits
         rows = (torch.tensor(case.new, device=partials.lse.device) * stand.spec.group)[splits.request.long()]
         live = torch.arange(partials.lse.shape[1], device=rows.device) < rows[:, None]

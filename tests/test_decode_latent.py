@@ -80,7 +80,7 @@ def skip_other_gpus(stand: Stand) -> None:
 def test_partials_are_the_oracles_for_each_range_alone_or_not(engine: str, device: str) -> None:
     stand = Stand(MANY.but(sinks=True), engine, device)
     plan = stand.plan()
-    stand.run(plan)
+    stand.run(plan, keeps=True)
     partials, lane = stand.backend.partials(1, plan), plan.lane(1)
     owners, splits = lane.schedule.merge_indptr.tolist(), lane.splits.to_host()
     assert 1 in splits.effective and max(splits.effective) > 1

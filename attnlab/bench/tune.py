@@ -168,6 +168,7 @@ def _held(work: Workload, target: Target) -> int:
         context_len=max(work.lens),
         multiprocessors=target.multiprocessors,
         requests=work.requests,
+        longest=min(max(work.lens), spec.sight.span or max(work.lens)),
         kv_itemsize=work.kv_dtype.itemsize,
     )
     return target.held(Balanced().shares(ctx) * spec.kv_heads * head_tiles(spec.group))

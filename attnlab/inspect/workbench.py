@@ -117,10 +117,13 @@ class Workbench:
     def decode(
         self, layer: int, plan: DecodePlan | None = None, *, aux: Tensor | None = None, lse: Tensor | None = None
     ) -> Float[Tensor, "reqs heads v_dim"]:
-        """Run one layer's decode call with the newest tokens; without a plan, a new one is made."""
+        """Run one layer's decode call with the newest tokens; without a plan, a new one is made.
+
+        The scratch keeps every range's state, for `backend.partials`.
+        """
         q, k, v = self.newest(layer)
         made = self.plan() if plan is None else plan
-        return self.backend.decode(layer, q, k, v, made, sinks=self.sinks(layer), aux=aux, lse=lse)
+        return self.backend.decode(layer, q, k, v, made, sinks=self.sinks(layer), aux=aux, lse=lse, keeps=True)
 
     def extend(self, layer: int, *, last: int, lse: Tensor | None = None) -> Float[Tensor, "tokens heads v_dim"]:
         """Ask with the last tokens of every request at once, `last` each or as many as there are, over the cache.

@@ -131,12 +131,17 @@ def decode_merge(call: DecodeCall, *, target: Target) -> Launched | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeTiles:
-    """How a merge is dealt: columns and partials that are merged at a time, tiles of a row, owners a program."""
+    """How a merge is dealt: columns and partials that are merged at a time, tiles of a row, owners a program.
+
+    `num_stages` is of the loop over partials: with more than one the next ones are on their way.
+    """
 
     block_v: int
     block_s: int
     of_dim: int
     owners: int
+    num_warps: int
+    num_stages: int
 
     @classmethod
     def choose(cls, spec: AttentionSpec, target: Target, *, persistent: bool, ranges: int, owners: int) -> MergeTiles:
@@ -146,16 +151,23 @@ class MergeTiles:
         request and a KV head.
         """
         block_v = padded(spec.v_dim)
-        block_s = max(4, 2048 // block_v)
+        block_s, num_warps, num_stages = max(4, 2048 // block_v), 2, 1
+        # Even shares cut a lone request in as many ranges as there are programs, and of many requests each in few.
         if persistent and spec.v_dim > LATENT_ABOVE:
-            # Even shares cut a lone request in as many ranges as there are programs, and of many requests each in few.
             # Of many partials few columns at a time, so that programs are many and need not walk far.
-            block_s = min(64, padded(ranges)) if ranges > 8 else 8
+            block_s = min(64, padded(ranges)) if ranges > 8 else (8 if ranges > 4 else 4)
             block_v = min(block_v, 4096 // block_s)
+        elif persistent:
+            # A long request among short ones has many partials all the same: what comes next is loaded ahead.
+            num_stages = 3
+            if ranges <= 8:
+                block_s, num_warps = max(4, 1024 // block_v), 1
         of_dim = padded(spec.v_dim) // block_v
         most = max(1, MERGERS * target.multiprocessors // (spec.group * of_dim))
         each = 1 << (-(-owners // most) - 1).bit_length() if persistent else 1
-        return cls(block_v=block_v, block_s=block_s, of_dim=of_dim, owners=each)
+        return cls(
+            block_v=block_v, block_s=block_s, of_dim=of_dim, owners=each, num_warps=num_warps, num_stages=num_stages
+        )
 
 
 def merge_constants(
@@ -185,8 +197,9 @@ def _merge_variant(
         "PDL": target.has_pdl,
         "SKIPS_ALONE": persistent,
         "OWNERS": tiles.owners,
+        "STAGES": tiles.num_stages,
     }
-    return constants, merge_options(target, num_warps=2)
+    return constants, merge_options(target, num_warps=tiles.num_warps)
 
 
 @jit
@@ -338,6 +351,7 @@ def merge_row(
     DIM_TILES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Merge partials `first` to `last` into a row of the output, or a tile of its columns."""
     offs_v = tl.arange(0, BLOCK_V)
@@ -349,7 +363,7 @@ def merge_row(
     running_max = float("-inf")
     running_sum = 0.0
     acc = tl.zeros([BLOCK_V], tl.float32)
-    for at in range(first, last, BLOCK_S):
+    for at in tl.range(first, last, BLOCK_S, num_stages=STAGES):
         partial = at + tl.arange(0, BLOCK_S)
         live = partial < last
         state = partial.to(tl.int64) * GROUP + head % GROUP
@@ -410,6 +424,7 @@ def _decode_merge_kernel(
     PDL: tl.constexpr,
     SKIPS_ALONE: tl.constexpr,
     OWNERS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     if PDL:
         wait_for_earlier()
@@ -453,6 +468,7 @@ def _decode_merge_kernel(
                 DIM_TILES,
                 HAS_SINKS,
                 HAS_LSE,
+                STAGES,
             )
 
 

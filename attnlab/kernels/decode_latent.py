@@ -63,7 +63,7 @@ class LatentConfig:
 
 
 def decode_latent(call: DecodeCall, *, target: Target) -> Launched | None:
-    """Leave the softmax state of every segment of the schedule in `call.partials`, and whole answers in `call.out`.
+    """Leave the softmax states of segments that are to be merged in `call.partials`, and whole answers in `call.out`.
 
     Computes: as `decode_shares`. The layer is one of those that `shares_tile` gives LATENT_TILE.
     Shapes: as `DecodeCall` has them.
@@ -85,6 +85,7 @@ def decode_latent(call: DecodeCall, *, target: Target) -> Launched | None:
         target=target,
         q_dtype=call.q.dtype,
         has_lse=call.lse is not None,
+        keeps=call.keeps,
         timed=call.times is not None,
     )
     if sent.out is not call.out:
@@ -93,7 +94,7 @@ def decode_latent(call: DecodeCall, *, target: Target) -> Launched | None:
 
 
 def latent_constants(
-    *, spec: AttentionSpec, view: KVView, target: Target, q_dtype: torch.dtype, has_lse: bool
+    *, spec: AttentionSpec, view: KVView, target: Target, q_dtype: torch.dtype, has_lse: bool, keeps: bool = False
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on."""
     compute = compute_dtype(q_dtype, view.k.dtype)
@@ -107,6 +108,7 @@ def latent_constants(
         "PLAIN": plain_scores(spec, view),
         "HAS_SINKS": spec.has_sinks,
         "HAS_LSE": has_lse,
+        "KEEPS": keeps,
         "NARROW": narrow(view.k, view.v),
         "STAGES": config.num_stages,
         "PDL": target.has_pdl,
@@ -162,6 +164,7 @@ def _decode_latent_kernel(
     PLAIN: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    KEEPS: tl.constexpr,
     NARROW: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -264,8 +267,9 @@ def _decode_latent_kernel(
         running_max = running_max * LN_2
         running_sum = tl.sum(sums, 1)
 
-        # 3. Of a request that nobody else reads for this head the state is the whole answer; leave it in either case.
-        # Last, for then the accumulator's registers are free to be stored from.
+        # 3. Of a request that nobody else reads for this head the state is the whole answer; recordings want it then,
+        # too. Last, for then the accumulator's registers are free to be stored from.
+        state = partial * GROUP + member
         owner = merge_indptr_ptr + req * KV_HEADS + kv_head
         if tl.load(owner + 1) - tl.load(owner) == 1:
             if HAS_SINKS:
@@ -285,8 +289,10 @@ def _decode_latent_kernel(
                 BLOCK_V,
                 HAS_LSE,
             )
-        state = partial * GROUP + member
-        store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_h, V_DIM, BLOCK_V)
+        elif not KEEPS:
+            store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_h, V_DIM, BLOCK_V)
+        if KEEPS:
+            store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_h, V_DIM, BLOCK_V)
         number += 1
     if PDL:
         release_dependents()

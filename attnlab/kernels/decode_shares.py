@@ -1,7 +1,7 @@
 """Decode over even shares: a program reads one share of all keys, segment after segment, of whichever requests.
 
 The variant of `decode.py` for schedules that deal several segments to a program. It leaves the same partials, and
-merges with the same kernel; answers that need no merge are written at once.
+merges with the same kernel; answers that need no merge are written at once, and leave no partial unless these are kept.
 Source of the method: Stream-K (Osama et al., 2023), LeanAttention (Sanovar et al., 2024).
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from attnlab._triton import device_clock, jit, multiprocessor, release_dependents, tl, wait_for_earlier
+from attnlab.arguments import Arguments, Names
 from attnlab.kernels.core import (
     attend_shares_tile,
     join_sink,
@@ -33,6 +34,7 @@ from attnlab.plan.call import DecodeCall
 from attnlab.plan.tiles import HEAD_TILE, head_tiles
 from attnlab.spec import AttentionSpec
 
+OF_REQUESTS = Names(free=("requests",))
 WIDE = 256
 """Columns of keys up to which a multiprocessor has room for several tiles."""
 
@@ -68,9 +70,11 @@ class SharesConfig:
 
 
 def decode_shares(call: DecodeCall, *, target: Target) -> Launched | None:
-    """Leave the softmax state of every segment of the schedule in `call.partials`, and whole answers in `call.out`.
+    """Leave the softmax states of segments that are to be merged in `call.partials`, and whole answers in `call.out`.
 
-    Computes: as `decode_split`; where a request has one segment of a KV head, what `decode_merge` computes of it too.
+    Computes: as `decode_split`; where a request has one segment of a KV head, what `decode_merge` computes of it too,
+    and where `call.keeps` its state as well. Under a `whole` schedule that is every answer: of requests without keys
+    too.
     Shapes: as `DecodeCall` has them.
     Grid: (programs, head tiles): a program owns its segments of the schedule, and up to 16 query heads of a group.
     Reads/writes: the keys and values of the segments' slots alone; of partials and outputs, its own rows.
@@ -88,12 +92,15 @@ def decode_shares(call: DecodeCall, *, target: Target) -> Launched | None:
             view.pair_arguments if view.paired else view.arguments,
             call.lane.arguments,
             call.partials.arguments,
+            Arguments(OF_REQUESTS, free=(call.out.shape[0],)),
         ),
         spec=spec,
         view=view,
         target=target,
         q_dtype=call.q.dtype,
         has_lse=call.lse is not None,
+        keeps=call.keeps,
+        whole=schedule.whole,
         held=target.held(schedule.programs * tiles),
         timed=call.times is not None,
     )
@@ -103,7 +110,15 @@ def decode_shares(call: DecodeCall, *, target: Target) -> Launched | None:
 
 
 def shares_constants(
-    *, spec: AttentionSpec, view: KVView, target: Target, q_dtype: torch.dtype, has_lse: bool, held: int
+    *,
+    spec: AttentionSpec,
+    view: KVView,
+    target: Target,
+    q_dtype: torch.dtype,
+    has_lse: bool,
+    held: int,
+    keeps: bool = False,
+    whole: bool = False,
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on.
 
@@ -123,6 +138,8 @@ def shares_constants(
         "PLAIN": plain_scores(spec, view),
         "HAS_SINKS": spec.has_sinks,
         "HAS_LSE": has_lse,
+        "KEEPS": keeps,
+        "WHOLE": whole,
         "NARROW": narrow(view.k, view.v),
         "STAGES": config.num_stages,
         "PDL": target.has_pdl,
@@ -131,6 +148,47 @@ def shares_constants(
 
 
 @jit
+def answer_nothing(
+    req,
+    member,
+    mask_h,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_token,
+    lse_stride_head,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """Write the answers of a request without keys: output 0, and the LSE of its sinks alone, -inf without any."""
+    for kv_head in range(KV_HEADS):
+        head = kv_head * GROUP + member
+        running_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
+        running_sum = tl.zeros([BLOCK_H], tl.float32)
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + head, mask=mask_h, other=0.0).to(tl.float32)
+            running_max, running_sum, _ = join_sink(running_max, running_sum, sink)
+        write_rows(
+            running_max,
+            running_sum,
+            tl.zeros([BLOCK_H, BLOCK_V], tl.float32),
+            out_ptr + req * out_stride_token + head.to(tl.int64) * out_stride_head,
+            lse_ptr + req * lse_stride_token + head.to(tl.int64) * lse_stride_head,
+            mask_h,
+            V_DIM,
+            BLOCK_V,
+            HAS_LSE,
+        )
+
+
+@jit(do_not_specialize=("requests",))
 def _decode_shares_kernel(
     q_ptr,
     k_ptr,
@@ -145,6 +203,7 @@ def _decode_shares_kernel(
     sum_ptr,
     aux_ptr,
     merge_indptr_ptr,
+    requests,
     sinks_ptr,
     out_ptr,
     lse_ptr,
@@ -185,6 +244,8 @@ def _decode_shares_kernel(
     PLAIN: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    KEEPS: tl.constexpr,
+    WHOLE: tl.constexpr,
     NARROW: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -205,6 +266,31 @@ def _decode_shares_kernel(
     list_start = tl.load(indptr_ptr + request)
     list_end = tl.load(indptr_ptr + request + 1)
     start = tl.load(start_ptr + request)
+    if WHOLE:
+        # No merge follows, which would have answered for requests that nobody reads, as they have no keys.
+        empty = tl.program_id(0)
+        while empty < requests:
+            if tl.load(indptr_ptr + empty) == tl.load(indptr_ptr + empty + 1):
+                answer_nothing(
+                    empty.to(tl.int64),
+                    member,
+                    mask_h,
+                    sinks_ptr,
+                    out_ptr,
+                    lse_ptr,
+                    out_stride_token,
+                    out_stride_head,
+                    lse_stride_token,
+                    lse_stride_head,
+                    KV_HEADS,
+                    GROUP,
+                    V_DIM,
+                    BLOCK_H,
+                    BLOCK_V,
+                    HAS_SINKS,
+                    HAS_LSE,
+                )
+            empty += tl.num_programs(0)
     while number < end:
         ahead = load_segment(segments_ptr, number + 1, number + 1 < end)
         req = request.to(tl.int64)
@@ -290,9 +376,10 @@ def _decode_shares_kernel(
         list_start_ahead = tl.load(indptr_ptr + request_ahead)
         list_end_ahead = tl.load(indptr_ptr + request_ahead + 1)
 
-        # 3. Leave the state, also where it is the whole answer: recordings read the scratch.
+        # 3. Leave the state to the merge, unless it is the whole answer; recordings want it then, too.
         state = partial.to(tl.int64) * GROUP + member
-        store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_h, V_DIM, BLOCK_V)
+        if KEEPS:
+            store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_h, V_DIM, BLOCK_V)
         if partials == 1:
             if HAS_SINKS:
                 sink = tl.load(sinks_ptr + head, mask=mask_h, other=0.0).to(tl.float32)
@@ -309,6 +396,8 @@ def _decode_shares_kernel(
                 BLOCK_V,
                 HAS_LSE,
             )
+        elif not KEEPS:
+            store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_h, V_DIM, BLOCK_V)
         number += 1
         request, kv_head, first, last, partial = request_ahead, kv_head_ahead, first_ahead, last_ahead, partial_ahead
         start, list_start, list_end = start_ahead, list_start_ahead, list_end_ahead

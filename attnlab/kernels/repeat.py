@@ -20,7 +20,7 @@ class Repeat:
     """A decode call that was launched, to be launched again: for another layer's keys, queries and sinks of its kind.
 
     It holds what its lane, its scratch and the layer's attention stand for, and asks for the same ones. Calls that
-    bring aux, or want an LSE or times, are not repeated.
+    bring aux, or want an LSE, times or all states, are not repeated.
     """
 
     __slots__ = ("_lse", "_numbers", "_out", "_q", "_sent", "_sinks", "_view")
@@ -39,7 +39,7 @@ class Repeat:
     def of(cls, call: DecodeCall, *launched: Launched | None) -> Repeat | None:
         """Return what can be repeated of a call; None where nothing can, or where Triton itself launched it."""
         known = tuple(one for one in launched if one is not None)
-        plain = call.aux is call.lse is call.times is None and call.out.is_contiguous()
+        plain = call.aux is call.lse is call.times is None and call.out.is_contiguous() and not call.keeps
         return cls(call, known) if plain and len(known) == len(launched) else None
 
     def fits(self, view: KVView, q: Tensor, out: Tensor, sinks: Tensor | None) -> bool:

@@ -90,10 +90,10 @@ class VerifySharesConfig:
 
 
 def verify_shares(call: VerifyCall, *, target: Target) -> None:
-    """Leave every draft's softmax state over every segment in `call.partials`, and whole answers in `call.out`.
+    """Leave drafts' softmax states over segments that are to be merged in `call.partials`, whole answers in `call.out`.
 
     Computes: as `verify_split`; where `answers_alone` holds and a request has one segment of a KV head, what
-    `verify_merge` computes of it too.
+    `verify_merge` computes of it too, and the state only where `call.keeps`.
     Shapes: as `VerifyCall` has them.
     Grid: (programs, tiles of rows): a program owns its segments of the schedule, and a tile of (draft, head) pairs.
     Reads/writes: the keys and values of the segments' slots, and drafts; of partials and outputs, its own rows.
@@ -113,6 +113,7 @@ def verify_shares(call: VerifyCall, *, target: Target) -> None:
         new_masked=queries.bits is not None,
         read_new=call.k is not None,
         has_lse=call.lse is not None,
+        keeps=call.keeps,
     )
     q, (k, v) = lifted(call.q, target), stored(view)
     # Where an option is off, any tensor will do.
@@ -189,6 +190,7 @@ def verify_shares_constants(
     new_masked: bool,
     read_new: bool,
     has_lse: bool,
+    keeps: bool = False,
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on.
 
@@ -216,6 +218,7 @@ def verify_shares_constants(
         "NEW_MASK": new_masked,
         "HAS_SINKS": spec.has_sinks,
         "HAS_LSE": has_lse,
+        "KEEPS": keeps,
     }
     return constants, {"num_warps": config.num_warps, "num_stages": 1, **early_launch(target)}
 
@@ -313,6 +316,7 @@ def _verify_shares_kernel(
     NEW_MASK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):
     # What the kernel before reads or writes is not touched before it has ended.
     if PDL:
@@ -453,9 +457,10 @@ def _verify_shares_kernel(
             running_sum, acc = join_columns(running_sum, acc, BLOCK_M, BLOCK_V)
         if PLAIN:
             running_max = natural(running_max)
-        # 3. Leave the states.
+        # 3. Leave the states to the merge, unless they are about to be answers; recordings want them then, too.
         state = partial.to(tl.int64) * rows + row
-        store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_m, V_DIM, BLOCK_V)
+        if KEEPS or not ANSWERS:
+            store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_m, V_DIM, BLOCK_V)
 
         # 4. Nobody else reads this request for this head: the drafts among themselves, the sink, and that is all.
         if ANSWERS:  # noqa: SIM102  (a constant of the compilation, then a number of the device)
@@ -526,6 +531,8 @@ def _verify_shares_kernel(
                     BLOCK_V,
                     HAS_LSE,
                 )
+            elif not KEEPS:
+                store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_m, V_DIM, BLOCK_V)
         number += 1
         request, segment_head, first, last, partial = request_ahead, head_ahead, first_ahead, last_ahead, partial_ahead
         start, list_start, list_end = start_ahead, list_start_ahead, list_end_ahead

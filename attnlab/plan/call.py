@@ -45,9 +45,10 @@ class DecodeCall:
 
     `q` is `[reqs, heads, qk_dim]`, `out` `[reqs, heads, v_dim]`, both fp32, fp16 or bf16; `lse` `[reqs, heads]` fp32 or
     None; `sinks` `[heads]` exactly where the layer has them; `aux` `[reqs, heads, width]` exactly where its modifier
-    reads one. `partials` is the scratch, `[partials, group, ...]`, packed. `times` `[programs, head tiles, 3]` int64,
-    where given, is filled with multiprocessor, start and end (ns) of every program that is launched: one a segment,
-    unless the schedule is persistent.
+    reads one. `partials` is the scratch, `[partials, group, ...]`, packed; `keeps`: what is a whole answer leaves its
+    state there, too, which nobody needs to merge (engine "eager" leaves all in any case). `times` `[programs, head
+    tiles, 3]` int64, where given, is filled with multiprocessor, start and end (ns) of every program that is launched:
+    one a segment, unless the schedule is persistent.
     """
 
     layer: int
@@ -61,6 +62,7 @@ class DecodeCall:
     sinks: Tensor | None = None
     aux: Tensor | None = None
     times: Tensor | None = None
+    keeps: bool = False
 
     def __post_init__(self) -> None:
         if not self._looks_right():  # calls that are right are many: words only where they are needed

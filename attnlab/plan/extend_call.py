@@ -62,8 +62,8 @@ class VerifyCall:
     """A layer's attention for drafts, over cached keys that are split, then over the drafts themselves.
 
     Tensors are those of `ExtendCall`; `k` and `v` are None where an encoder's keys are read, and no drafts. `partials`
-    is the scratch: a row per partial, of `queries.most x group` states. `batch_invariant`: no tile may depend on what
-    else is in the batch.
+    is the scratch: a row per partial, of `queries.most x group` states; `keeps` as in `DecodeCall`. `batch_invariant`:
+    no tile may depend on what else is in the batch.
     """
 
     layer: int
@@ -80,6 +80,7 @@ class VerifyCall:
     sinks: Tensor | None = None
     aux: Tensor | None = None
     batch_invariant: bool = False
+    keeps: bool = False
 
     def __post_init__(self) -> None:
         kv_heads = self.lane.schedule.kv_heads

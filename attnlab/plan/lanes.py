@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -70,6 +70,7 @@ class LaneWork:
         Raises TypeError where such a policy gets lengths that only the device knows.
         """
         each, total = most_seen(lens, sight, behind=behind)
+        ctx = replace(ctx, longest=max(1, each))
         policy = policy.dealt(ctx) if isinstance(policy, SharePolicy) else policy
         bounds = policy.bounds(bound_max=each, ctx=ctx)
         if isinstance(policy, HostPolicy):
@@ -93,6 +94,11 @@ class LaneWork:
             ranges=ranges,
             asked=asked,
         )
+
+    @property
+    def whole(self) -> bool:
+        """Whether no list can be cut: all are short."""
+        return self.asked is None and self.bounds.max_ranges == 1
 
     def new_tokens(self) -> Extent:
         """Return where new tokens stand. That of a padded row is beyond the table, where only the sink is found."""

@@ -31,9 +31,9 @@ class SplitContext:
 
     `multiprocessors` is None where the device does not say. `rows_per_seq` rows share one sequence's length (the
     branches of a draft); a plain decode has 1. A program of even shares packs `head_tile` query heads of a group, as
-    `plan.tiles` says. `requests` is how many a batch has; None where one answer holds for any. `kv_itemsize` is the
-    bytes of a number in the pool. `drafts` is the most query tokens of a request whose keys they read together (a
-    verify); None elsewhere.
+    `plan.tiles` says. `requests` is how many a batch has, and `longest` the most keys that one of them reads; None
+    where one answer holds for any. `kv_itemsize` is the bytes of a number in the pool. `drafts` is the most query
+    tokens of a request whose keys they read together (a verify); None elsewhere.
     """
 
     heads: int
@@ -46,12 +46,13 @@ class SplitContext:
     head_tile: int = HEAD_TILE
     drafts: int | None = None
     requests: int | None = None
+    longest: int | None = None
     kv_itemsize: int = 2
 
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "v_dim", "context_len", "rows_per_seq", "head_tile", "kv_itemsize"):
             positive(name, getattr(self, name))
-        for name in ("multiprocessors", "drafts", "requests"):
+        for name in ("multiprocessors", "drafts", "requests", "longest"):
             if getattr(self, name) is not None:
                 positive(name, getattr(self, name))
 

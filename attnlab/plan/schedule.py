@@ -31,8 +31,9 @@ class Schedule:
     Each segment leaves its own partial, a row of the scratch below `partials`. Those of (request r, KV head h) are
     `merge_indptr[r * kv_heads + h]` up to the next entry, in key order: whatever order the programs run in, the merge
     reads them so. All tensors are int32 and contiguous. `persistent`: the grid is of programs that walk through their
-    segments; else every segment is a program. A program packs `head_tile` query heads of a group. Call
-    `validate` after changing a schedule by hand.
+    segments; else every segment is a program. `whole`: of a persistent one, no list is long enough to be cut, and
+    nothing is to be merged. A program packs `head_tile` query heads of a group. Call `validate` after changing a
+    schedule by hand.
     """
 
     segments: Int[Tensor, "segments 5"]
@@ -41,6 +42,7 @@ class Schedule:
     kv_heads: int
     partials: int
     persistent: bool = False
+    whole: bool = False
     head_tile: int = HEAD_TILE
 
     def __post_init__(self) -> None:
@@ -51,6 +53,7 @@ class Schedule:
             contiguous(name, x)
             require(x.shape[0] >= 1, f"{name}: expected at least the entry 0, got none")
         contiguous("segments", self.segments)
+        require(self.persistent or not self.whole, "whole: expected a persistent schedule, whose programs give answers")
 
     @property
     def programs(self) -> int:
@@ -66,12 +69,14 @@ class Schedule:
         return int((self.program_indptr.diff() > 0).sum())
 
     @classmethod
-    def of(cls, policy: str | SplitPolicy | HostPolicy, splits: SplitPlan, ctx: SplitContext) -> Schedule:
-        """Return the dealing that goes with a policy's cuts."""
+    def of(
+        cls, policy: str | SplitPolicy | HostPolicy, splits: SplitPlan, ctx: SplitContext, *, whole: bool = False
+    ) -> Schedule:
+        """Return the dealing that goes with a policy's cuts; `whole`: none of the lists can be cut."""
         policy = resolve_policy(policy)
         if isinstance(policy, SharePolicy):
             dealt = cls.even_shares(splits, kv_heads=ctx.kv_heads, shares=policy.shares(ctx), tile=policy.tile)
-            return replace(dealt, head_tile=ctx.head_tile)
+            return replace(dealt, head_tile=ctx.head_tile, whole=whole)
         return cls.one_range_a_program(splits, kv_heads=ctx.kv_heads)
 
     @classmethod

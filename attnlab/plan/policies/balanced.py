@@ -16,6 +16,8 @@ FEW = 8
 """Requests up to which a decode has one program a multiprocessor (of 8-bit numbers two)."""
 MANY_ROWS = 32
 """Rows (drafts x heads of a group) above which a verify has two programs a multiprocessor: one computes, one loads."""
+SHORT = 8
+"""Programs of narrow heads where no list is longer than a tile: each waits for one tile alone, so many must wait."""
 UNKNOWN = 128
 """Multiprocessors where the device does not say."""
 
@@ -26,10 +28,11 @@ class Balanced(SharePolicy):
     """Deal tiles of `tile` keys to all programs that a device holds at a time, an even share each.
 
     `programs` are those that a multiprocessor holds; None: as many as were fastest on an H200. Four hide each other's
-    waits in a decode of many requests. One, with more keys on their way, leaves fewer partials to merge: of few
-    requests, over latent rows, of few drafts, of drafts over values wider than 128; two there of 8-bit numbers. Two in
-    a decode of values wider than 128, and for many drafts of others. One where a tile packs more than 16 heads. Not
-    batch-invariant: where a request is cut depends on all that come before it.
+    waits in a decode of many requests; eight where heads are narrow and no list longer than a tile. One, with more keys
+    on their way, leaves fewer partials to merge: of few requests, over latent rows, of few drafts, of drafts over
+    values wider than 128; two there of 8-bit numbers. Two in a decode of values wider than 128, and for many drafts of
+    others. One where a tile packs more than 16 heads. Not batch-invariant: where a request is cut depends on all that
+    come before it.
     """
 
     tile: int = 128
@@ -46,11 +49,11 @@ class Balanced(SharePolicy):
         tiles = head_tiles(group, ctx.head_tile)
         if ctx.drafts is not None:
             tiles = row_tiles(ctx.drafts * group, v_dim=ctx.v_dim)
-        running = (ctx.multiprocessors or UNKNOWN) * (self.programs or _held(ctx))
+        running = (ctx.multiprocessors or UNKNOWN) * (self.programs or _held(ctx, self.tile))
         return max(1, running // (ctx.kv_heads * tiles))
 
 
-def _held(ctx: SplitContext) -> int:
+def _held(ctx: SplitContext, tile: int) -> int:
     """Return how many programs a multiprocessor holds at a time."""
     if ctx.head_tile > HEAD_TILE:
         return 1
@@ -62,4 +65,7 @@ def _held(ctx: SplitContext) -> int:
         return few
     if ctx.v_dim > NARROW_DIM:
         return 2
-    return few if ctx.requests is not None and ctx.requests <= FEW else 4
+    if ctx.requests is not None and ctx.requests <= FEW:
+        return few
+    short = ctx.longest is not None and ctx.longest <= tile
+    return SHORT if short and ctx.v_dim <= NARROW_DIM // 2 and ctx.kv_itemsize > 1 else 4
