@@ -344,7 +344,7 @@ def load_new(
 ):
     """A tile of new tokens from number `first` on: keys, their other columns (BLOCK_R is not 0), values; 0 from `last`.
 
-    For `attend_loaded_new`: who loads them long before does not wait for them.
+    For `attend_loaded_new`: who loads them with the queries waits for both at once.
     """
     number = first + tl.arange(0, BLOCK_N)
     token = first_token + number

@@ -49,8 +49,8 @@ from attnlab.plan.extend_call import VerifyCall
 from attnlab.spec import AttentionSpec
 
 BLOCK_NEW = 16
-"""Drafts that are attended to at a time, the fewest that a tensor core multiplies: the first so many are loaded ahead,
-and wait in registers."""
+"""Drafts that are attended to at a time, the fewest that a tensor core multiplies. The first so many are loaded beside
+the queries: a program that has its multiprocessor alone would wait for them after the keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,18 +353,8 @@ def _verify_shares_kernel(
         head = kv_head * GROUP + row % GROUP
         token = first_token + q_number
         q_pos = tl.load(positions_ptr + token, mask=mask_m, other=0)
-        q_rows = q_ptr + token * q_stride_token + head * q_stride_head
-        if PAIRS:
-            q, q_rest, power = load_paired_queries(q_rows, mask_m, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
-            factor = scale * power
-        else:
-            q, q_rest = load_queries(q_rows, mask_m, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
-            factor = scale
-        bits_row = q_number.to(tl.int64) * (cached + drafts)
-        if HAS_MASK or NEW_MASK:
-            bits_row += tl.load(mask_indptr_ptr + req)
 
-        # 2. The first drafts, if they are answered for here: they come while all the keys before them are attended to.
+        # 2. The first drafts, if they are attended to here, and the queries: both are waited for at once.
         if ANSWERS and READ_NEW:
             k_new_head_ptr = k_new_ptr + kv_head * k_new_stride_head
             v_new_head_ptr = v_new_ptr + kv_head * v_new_stride_head
@@ -401,6 +391,16 @@ def _verify_shares_kernel(
                 V_IS_K_TILE,
                 COMPUTE,
             )
+        q_rows = q_ptr + token * q_stride_token + head * q_stride_head
+        if PAIRS:
+            q, q_rest, power = load_paired_queries(q_rows, mask_m, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
+            factor = scale * power
+        else:
+            q, q_rest = load_queries(q_rows, mask_m, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
+            factor = scale
+        bits_row = q_number.to(tl.int64) * (cached + drafts)
+        if HAS_MASK or NEW_MASK:
+            bits_row += tl.load(mask_indptr_ptr + req)
 
         # 3. Its keys: tiles that a window or a chunk hides from some, whole tiles that all see, the rest of a tile.
         running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
