@@ -122,10 +122,11 @@ def test_few_requests_have_one_program_a_multiprocessor_and_8_bits_two() -> None
     assert stand.plan().lanes[0].schedule.programs == 132  # plans tell the policy how many requests there are
 
 
-def test_drafts_that_share_a_tile_have_one_program_a_multiprocessor_and_many_drafts_two() -> None:
+def test_drafts_have_one_program_a_multiprocessor_and_over_8_bits_two() -> None:
     """The rows of a tile are drafts x heads of a group: 64, or half as many of wide values."""
     verify = replace(context(kv_heads=8), heads=32)
-    assert [Balanced().shares(replace(verify, drafts=n)) for n in (1, 4, 16, 17, 33)] == [16, 16, 33, 16, 11]
+    assert [Balanced().shares(replace(verify, drafts=n)) for n in (1, 4, 16, 17, 33)] == [16, 16, 16, 8, 5]
+    assert [Balanced().shares(replace(verify, drafts=n, kv_itemsize=1)) for n in (4, 16)] == [33, 33]
     assert Balanced().shares(replace(verify, drafts=16, v_dim=256)) == 8
     assert Balanced(programs=2).shares(replace(verify, drafts=16)) == 33
     mla = replace(context(), heads=16, kv_heads=1, v_dim=512, mla=True, drafts=4)
@@ -288,6 +289,23 @@ DRAFTED = [
     CHAIN.but(
         id="chunk-begins-among-drafts", why="cached keys hidden from later drafts", prefix=(300,), new=(40,), chunk=160
     ),
+    CHAIN.but(id="no-rows-in-a-tile", why="no row says where its window begins", prefix=(3, 90), new=(2, 40), window=5),
+    *(
+        CHAIN.but(
+            id=f"tiles-of-drafts-{name}",
+            why="the first tile of drafts is loaded ahead, full or not; of others none, one, or two more",
+            prefix=(70, 33, 96, 64, 40),
+            new=(1, 15, 16, 17, 33),
+            **features,
+        )
+        for name, features in {
+            "chain": {"sinks": True},
+            "tree": {"mask": "tree", "window": 60},
+            "read-back": {"read_back": True, "k_scale": 0.5, "v_scale": 0.25},
+            "dim-80": {"qk_dim": 80, "v_dim": 80, "softcap": 5.0, "temperature_len": 32},
+            "latent": {"mask": "tree", "kv_heads": 1, "qk_dim": 48, "v_dim": 32, "mla": True, "read_back": True},
+        }.items()
+    ),
     CHAIN.but(id="several-tiles", why="requests without drafts for some tiles", prefix=(200, 90, 70), new=(40, 2, 20)),
 ]
 
@@ -310,6 +328,25 @@ def test_a_mask_over_cached_keys_is_read(case: SeveralCase, engine: str, device:
     want_out, want_lse = stand.expected()
     torch.testing.assert_close(out.double(), want_out, **OUTPUT[torch.float32])
     torch.testing.assert_close(lse.double(), want_lse, **LSE)
+
+
+@engines
+@pytest.mark.parametrize("mask", ["chain", "tree"])
+def test_a_requests_own_drafts_alone_reach_it(mask: str, engine: str, device: str) -> None:
+    """Those of others, and what lies before the first one and behind the last, may be NaN."""
+    stand = SeveralStand(CHAIN.but(prefix=(70, 33, 96, 64, 40), new=(1, 15, 16, 17, 33), mask=mask), engine, device)
+    (want, _), plan = stand.run("verify"), stand.backend.plan(stand.batch)
+    q, k, v = stand.new()
+    at = 0
+    for n in stand.case.new:
+        mine = slice(at, at + n)
+        alone = []
+        for drafts in (k, v):
+            memory = torch.full((q.shape[0] + 64, *drafts.shape[1:]), float("nan"), dtype=k.dtype, device=k.device)
+            alone.append(memory[32:-32])
+            alone[-1][mine] = drafts[mine]
+        assert torch.equal(stand.backend.verify(1, q, *alone, plan)[mine], want[mine])
+        at += n
 
 
 @engines

@@ -56,8 +56,21 @@ SPILLS = {
     "split: mla 20 x 288/256, fp32": 24,
     "extend: mla 128 x 576/512, fp32": 700,
     "verify: mla 128 x 576/512, fp32": 700,
-    "verify shares: gqa 4 x 128, fp32, 64 rows": 256,
-    "verify shares: gqa 4 x 128, window (Mistral), 64 rows": 8,
+    **dict.fromkeys(
+        (
+            "verify shares: gqa 4 x 128 (Llama-3), 64 rows",
+            "verify shares: gqa 4 x 128 (Llama-3), 32 rows",
+            "verify shares: mha 128 (OLMo-2), 64 rows",
+        ),
+        48,
+    ),
+    **dict.fromkeys(
+        (
+            "verify shares: gqa 4 x 128, window (Mistral), 64 rows",
+            "verify shares: gqa 4 x 128, draft tree, 64 rows",
+        ),
+        80,
+    ),
     "latent: mla 128 x 576/512 (DeepSeek-V3)": 192,
     "latent: mla 128 x 576/512, fp16, pages of 64, cap, temperature, sinks": 144,
     **dict.fromkeys(
@@ -82,7 +95,8 @@ SPILLS = {
 }
 """Bytes a thread that may spill. Gemma: tiles that need two words less in registers take twice the time. In one pass:
 on sm_100, where nobody has timed anything yet. fp32 serves for checking; MLA in fp32 does not fit a gfx942.
-Latent rows: none in the loop over keys; what lies around it gives way to the accumulator. Extend for Hopper: a few
+Latent rows, verify over even shares: none in a loop over keys; what lies around it gives way to the accumulator, and
+to drafts that are loaded ahead. Extend for Hopper: a few
 bytes buy a second program on each multiprocessor, which is worth twice the rate."""
 
 

@@ -85,8 +85,10 @@ PAIRS: list[tuple[Callable[[], Any], tuple[int | None, ...]]] = [
     (lambda: verify(rows=12, target=TARGETS[4]), (16, 32, 8, 1)),
     (lambda: verify(rows=48, of=GEMMA), (32, 32, 4, 1)),
     (lambda: verify_shares(rows=16), (16, 128, 4, 5)),
-    (lambda: verify_shares(rows=20), (32, 128, 4, 5)),
-    (lambda: verify_shares(rows=40), (64, 64, 4, 5)),
+    (lambda: verify_shares(rows=20), (64, 64, 4, 7)),
+    (lambda: verify_shares(rows=40), (64, 64, 4, 7)),
+    (lambda: verify_shares(rows=20, kv=FP8), (32, 128, 4, 5)),
+    (lambda: verify_shares(rows=40, kv=FP8), (64, 64, 4, 5)),
     (lambda: verify_shares(rows=20, masked=True), (32, 64, 4, 5)),
     (lambda: verify_shares(rows=16, of=spec(window=99)), (16, 64, 4, 7)),
     (lambda: verify_shares(rows=64, of=GEMMA, target=INTERPRETER), (32, 64, 4, 1)),
@@ -102,8 +104,10 @@ def verify(*, rows: int | None, of: AttentionSpec = LLAMA, target: Target = H200
     return VerifyConfig.choose(of, target, compute=BF16, kv_dtype=BF16, masked=False, rows=rows)
 
 
-def verify_shares(*, rows: int, of: AttentionSpec = LLAMA, target: Target = H200, masked: bool = False) -> Any:
-    return VerifySharesConfig.choose(of, target, compute=BF16, kv_dtype=BF16, masked=masked, rows=rows)
+def verify_shares(
+    *, rows: int, of: AttentionSpec = LLAMA, target: Target = H200, kv: torch.dtype = BF16, masked: bool = False
+) -> Any:
+    return VerifySharesConfig.choose(of, target, compute=BF16, kv_dtype=kv, masked=masked, rows=rows)
 
 
 def extend(*, most: int | None, of: AttentionSpec = LLAMA, target: Target = H200, kv: torch.dtype = BF16) -> Any:

@@ -92,15 +92,16 @@ def test_a_query_of_zeros_gives_the_mean_of_the_values(engine: str, device: str)
 
 
 @engines
-def test_a_draft_that_sees_nothing_gives_nothing(engine: str, device: str) -> None:
-    """kernels.md 9.6: no cached key and no draft in sight, in a row beside others: out 0, lse -inf, no NaN."""
-    stand = Stand(CHAIN.but(prefix=(0, 40), new=(3, 3)), engine, device)
-    bits = [torch.tensor([[1, 0, 0], [0, 0, 0], [1, 1, 1]]), torch.ones(3, 43)]
+@pytest.mark.parametrize("policy", ["static", "balanced"])
+def test_a_draft_that_sees_nothing_gives_nothing(policy: str, engine: str, device: str) -> None:
+    """kernels.md 9.6: no cached key and no draft in sight, beside others or alone: out 0, lse -inf, no NaN."""
+    stand = Stand(CHAIN.but(prefix=(0, 40, 30), new=(3, 3, 2), policy=policy), engine, device)
+    bits = [torch.tensor([[1, 0, 0], [0, 0, 0], [1, 1, 1]]), torch.ones(3, 43), torch.zeros(2, 32)]
     bits[1][1] = 0
     mask = CustomMask(bits=CustomMask.of([x.bool() for x in bits]).bits.to(device))
-    lse = torch.full((6, 4), float("nan"), device=device)
+    lse = torch.full((8, 4), float("nan"), device=device)
     out = stand.backend.verify(1, *stand.new(), stand.backend.plan(replace(stand.batch, mask=mask)), lse=lse)
-    seen = torch.tensor([True, False, True, True, False, True], device=device)
+    seen = torch.tensor([True, False, True, True, False, True, False, False], device=device)
     assert bool((out[~seen] == 0).all()) and bool((lse[~seen] == float("-inf")).all())
     assert bool(out[seen].isfinite().all()) and bool(lse[seen].isfinite().all())
 

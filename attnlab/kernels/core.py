@@ -223,6 +223,16 @@ def score_tile(
 
 
 @jit
+def weights_of(running_max, scores, PAIRS: tl.constexpr):
+    """The largest score with those of a tile, their weights against it, and what the state so far fades by."""
+    new_max = tl.maximum(running_max, tl.max(scores, 1))
+    shift = finite_or_zero(new_max)
+    p = tl.exp(scores - (shift - LIFT * LN_2 if PAIRS else shift)[:, None])
+    fade = tl.exp(running_max - shift)
+    return new_max, p, fade
+
+
+@jit
 def attend_tile(
     running_max,
     running_sum,
@@ -289,16 +299,67 @@ def attend_tile(
         MOD,
         COMPUTE,
     )
-    new_max = tl.maximum(running_max, tl.max(scores, 1))
-    shift = finite_or_zero(new_max)
-    p = tl.exp(scores - (shift - LIFT * LN_2 if PAIRS else shift)[:, None])
-    fade = tl.exp(running_max - shift)
+    new_max, p, fade = weights_of(running_max, scores, PAIRS)
     # Only now: values that are loaded before the exponentials would hold registers meanwhile.
     if V_IS_K_TILE:
         v = k
     else:
         v = load_keys(v_rows, mask_n, 0, BLOCK_V // 2 if PAIRS else BLOCK_V, V_DIM, COMPUTE)
     acc = faded_and_more(acc, fade, p, v, PACKED, PAIRS, BLOCK_N)
+    running_sum = running_sum * fade + tl.sum(p, 1)
+    return new_max, running_sum, acc
+
+
+@jit
+def attend_loaded_tile(
+    running_max,
+    running_sum,
+    acc,
+    q,
+    q_rest,
+    k,
+    k_rest,
+    v,
+    visible,
+    q_pos,
+    kv_pos,
+    q_index,
+    head,
+    scale,
+    softcap,
+    aux_ptr,
+    aux_stride_token,
+    aux_stride_head,
+    aux_width,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TEMPERATURE_LEN: tl.constexpr,
+    MOD: tl.constexpr,
+):
+    """The step of `attend_tile` for keys and values that were loaded ahead; of a packed group, not in pairs."""
+    products = dots(q, k, True)
+    if BLOCK_R > 0:
+        products += dots(q_rest, k_rest, True)
+    scores = score_pipeline(
+        products,
+        q_pos,
+        kv_pos,
+        q_index,
+        head,
+        visible,
+        scale,
+        softcap,
+        aux_ptr,
+        aux_stride_token,
+        aux_stride_head,
+        aux_width,
+        HAS_SOFTCAP,
+        TEMPERATURE_LEN,
+        MOD,
+    )
+    new_max, p, fade = weights_of(running_max, scores, False)
+    acc = faded_and_more(acc, fade, p, v, True, False, BLOCK_N)
     running_sum = running_sum * fade + tl.sum(p, 1)
     return new_max, running_sum, acc
 

@@ -8,7 +8,14 @@ row.
 from __future__ import annotations
 
 from attnlab._triton import jit, tl
-from attnlab.kernels.core import attend_tile, first_visible, slot_offsets, visible_keys
+from attnlab.kernels.core import (
+    attend_loaded_tile,
+    attend_tile,
+    first_visible,
+    load_tile,
+    slot_offsets,
+    visible_keys,
+)
 
 
 @jit
@@ -126,6 +133,61 @@ def attend_list(
 
 
 @jit
+def visible_new(
+    q_pos,
+    q_number,
+    mask_m,
+    first,
+    last,
+    first_token,
+    positions_ptr,
+    cached,
+    bits_ptr,
+    bits_row,
+    num_bits,
+    window,
+    chunk,
+    BLOCK_N: tl.constexpr,
+    ORDERED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+):
+    """A tile of new tokens from number `first` on: which they are, where they stand, which there are, who sees them.
+
+    Where ORDERED they stand one behind the other after the cached ones; else each has its position written down.
+    """
+    kv_number = first + tl.arange(0, BLOCK_N)
+    mask_n = kv_number < last
+    kv_token = first_token + kv_number
+    if ORDERED:
+        kv_pos = cached + kv_number
+    else:
+        kv_pos = tl.load(positions_ptr + kv_token, mask=mask_n, other=0)
+    visible = visible_keys(
+        q_pos,
+        kv_pos,
+        q_number,
+        kv_number,
+        cached + kv_number,
+        mask_m,
+        mask_n,
+        bits_ptr,
+        bits_row,
+        num_bits,
+        window,
+        chunk,
+        CAUSAL,
+        HAS_MASK,
+        HAS_WINDOW,
+        HAS_CHUNK,
+        False,
+    )
+    return kv_token, kv_pos, mask_n, visible
+
+
+@jit
 def attend_new(
     running_max,
     running_sum,
@@ -174,36 +236,28 @@ def attend_new(
     HAS_WINDOW: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
 ):
-    """The softmax state after a request's new tokens `first` to `last`, of which number 0 is token `first_token`.
-
-    Where ORDERED they stand one behind the other after the cached ones; else each has its position written down.
-    """
+    """The softmax state after a request's new tokens `first` to `last`, of which number 0 is token `first_token`."""
     for at in range(first, last, BLOCK_N):
-        kv_number = at + tl.arange(0, BLOCK_N)
-        mask_n = kv_number < last
-        kv_token = first_token + kv_number
-        if ORDERED:
-            kv_pos = cached + kv_number
-        else:
-            kv_pos = tl.load(positions_ptr + kv_token, mask=mask_n, other=0)
-        visible = visible_keys(
+        kv_token, kv_pos, mask_n, visible = visible_new(
             q_pos,
-            kv_pos,
             q_number,
-            kv_number,
-            cached + kv_number,
             mask_m,
-            mask_n,
+            at,
+            last,
+            first_token,
+            positions_ptr,
+            cached,
             bits_ptr,
             bits_row,
             num_bits,
             window,
             chunk,
+            BLOCK_N,
+            ORDERED,
             CAUSAL,
             HAS_MASK,
             HAS_WINDOW,
             HAS_CHUNK,
-            False,
         )
         running_max, running_sum, acc = attend_tile(
             running_max,
@@ -242,7 +296,68 @@ def attend_new(
 
 
 @jit
-def attend_drafts(
+def seen_drafts(
+    q_pos,
+    mask_m,
+    drafts,
+    last_row,
+    cached,
+    window,
+    chunk,
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ORDERED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+):
+    """The first and the last of a request's drafts that a tile of rows up to `last_row` may see, in whole tiles."""
+    first_new = 0
+    if ORDERED:
+        first = first_visible(q_pos, mask_m, window, chunk, HAS_WINDOW, HAS_CHUNK)
+        # A tile without a row sees nothing from any number on, the largest one too.
+        first_new = tl.minimum(tl.maximum(first - cached, 0), drafts) // BLOCK_N * BLOCK_N
+    last_new = drafts
+    if CAUSAL and not HAS_MASK:
+        last_new = tl.minimum(drafts, last_row // GROUP + 1)
+    return first_new, last_new
+
+
+@jit
+def load_new(
+    first,
+    last,
+    first_token,
+    k_head_ptr,
+    k_stride_token,
+    v_head_ptr,
+    v_stride_token,
+    QK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    V_IS_K_TILE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """A tile of new tokens from number `first` on: keys, their other columns (BLOCK_R is not 0), values; 0 from `last`.
+
+    For `attend_loaded_new`: who loads them with the queries waits for both at once.
+    """
+    number = first + tl.arange(0, BLOCK_N)
+    token = first_token + number
+    mask_n = number < last
+    k_rows = k_head_ptr + token * k_stride_token
+    k = load_tile(k_rows, mask_n, 0, BLOCK_D, QK_DIM, COMPUTE)
+    k_rest = load_tile(k_rows, mask_n, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE) if BLOCK_R > 0 else k
+    v = k if V_IS_K_TILE else load_tile(v_head_ptr + token * v_stride_token, mask_n, 0, BLOCK_V, V_DIM, COMPUTE)
+    return k, k_rest, v
+
+
+@jit
+def attend_loaded_new(
     running_max,
     running_sum,
     acc,
@@ -253,15 +368,12 @@ def attend_drafts(
     token,
     head,
     mask_m,
-    drafts,
-    last_row,
+    tile,
+    first,
+    last,
     first_token,
     positions_ptr,
     cached,
-    k_head_ptr,
-    k_stride_token,
-    v_head_ptr,
-    v_stride_token,
     bits_ptr,
     bits_row,
     num_bits,
@@ -273,80 +385,63 @@ def attend_drafts(
     aux_stride_token,
     aux_stride_head,
     aux_width,
-    GROUP: tl.constexpr,
-    QK_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    V_IS_K_TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     TEMPERATURE_LEN: tl.constexpr,
     MOD: tl.constexpr,
-    COMPUTE: tl.constexpr,
     ORDERED: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
 ):
-    """The softmax state after a request's drafts, of which rows up to `last_row` see those that sight and mask show.
-
-    They come straight from the call, and are not scaled.
-    """
-    first_new = 0
-    if ORDERED:
-        first = first_visible(q_pos, mask_m, window, chunk, HAS_WINDOW, HAS_CHUNK)
-        first_new = tl.maximum(first - cached, 0) // BLOCK_N * BLOCK_N
-    last_new = drafts
-    if CAUSAL and not HAS_MASK:
-        last_new = tl.minimum(drafts, last_row // GROUP + 1)
-    return attend_new(
-        running_max,
-        running_sum,
-        acc,
-        q,
-        q_rest,
+    """The softmax state after the `tile` of new tokens that `load_new` has loaded, as `attend_new` has it."""
+    _, kv_pos, _, visible = visible_new(
         q_pos,
         q_number,
-        token,
-        head,
         mask_m,
-        first_new,
-        last_new,
+        first,
+        last,
         first_token,
         positions_ptr,
         cached,
-        k_head_ptr,
-        k_stride_token,
-        v_head_ptr,
-        v_stride_token,
         bits_ptr,
         bits_row,
         num_bits,
         window,
         chunk,
+        BLOCK_N,
+        ORDERED,
+        CAUSAL,
+        HAS_MASK,
+        HAS_WINDOW,
+        HAS_CHUNK,
+    )
+    k, k_rest, v = tile
+    return attend_loaded_tile(
+        running_max,
+        running_sum,
+        acc,
+        q,
+        q_rest,
+        k,
+        k_rest,
+        v,
+        visible,
+        q_pos[:, None],
+        kv_pos[None, :],
+        token[:, None],
+        head,
         scale,
         softcap,
         aux_ptr,
         aux_stride_token,
         aux_stride_head,
         aux_width,
-        QK_DIM,
-        V_DIM,
         BLOCK_N,
-        BLOCK_D,
         BLOCK_R,
-        BLOCK_V,
-        V_IS_K_TILE,
         HAS_SOFTCAP,
         TEMPERATURE_LEN,
         MOD,
-        COMPUTE,
-        ORDERED,
-        CAUSAL,
-        HAS_MASK,
-        HAS_WINDOW,
-        HAS_CHUNK,
     )

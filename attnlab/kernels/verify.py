@@ -24,7 +24,7 @@ from attnlab.kernels.launch import (
     tile_constants,
     written,
 )
-from attnlab.kernels.sweep import attend_drafts, attend_list
+from attnlab.kernels.sweep import attend_list, attend_new, seen_drafts
 from attnlab.kernels.target import Target
 from attnlab.kernels.tuning import tuned
 from attnlab.memory.pool import KVView, compute_dtype
@@ -537,7 +537,23 @@ def _verify_merge_kernel(
         if HAS_MASK:
             bits_row += tl.load(mask_indptr_ptr + req)
         last_row = (tl.program_id(1) + 1) * BLOCK_M - 1
-        running_max, running_sum, acc = attend_drafts(
+        first_new, last_new = seen_drafts(
+            q_pos,
+            mask_m,
+            drafts,
+            last_row,
+            cached,
+            window,
+            chunk,
+            GROUP,
+            BLOCK_N,
+            ORDERED,
+            CAUSAL,
+            HAS_MASK,
+            HAS_WINDOW,
+            HAS_CHUNK,
+        )
+        running_max, running_sum, acc = attend_new(
             running_max,
             running_sum,
             acc,
@@ -548,8 +564,8 @@ def _verify_merge_kernel(
             token,
             head[:, None],
             mask_m,
-            drafts,
-            last_row,
+            first_new,
+            last_new,
             first_token,
             positions_ptr,
             cached,
@@ -568,7 +584,6 @@ def _verify_merge_kernel(
             aux_stride_token,
             aux_stride_head,
             aux_width,
-            GROUP,
             QK_DIM,
             V_DIM,
             BLOCK_N,

@@ -40,13 +40,17 @@ from attnlab.kernels.launch import (
     written,
 )
 from attnlab.kernels.pairs import join_columns, load_paired_queries
-from attnlab.kernels.sweep import attend_drafts
+from attnlab.kernels.sweep import attend_loaded_new, attend_new, load_new, seen_drafts
 from attnlab.kernels.target import Target
 from attnlab.kernels.tuning import tuned
-from attnlab.kernels.verify import MERGE_BLOCK_N, answers_alone
+from attnlab.kernels.verify import answers_alone
 from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.extend_call import VerifyCall
 from attnlab.spec import AttentionSpec
+
+BLOCK_NEW = 16
+"""Drafts that are attended to at a time, the fewest that a tensor core multiplies. The first so many are loaded beside
+the queries: a program that has its multiprocessor alone would wait for them after the keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +214,7 @@ def verify_shares_constants(
         "STAGES": config.num_stages,
         "PDL": target.has_pdl,
         "KV_HEADS": spec.kv_heads,
-        "BLOCK_NEW": MERGE_BLOCK_N,
+        "BLOCK_NEW": BLOCK_NEW,
         "ANSWERS": answers_alone(spec, view),
         "READ_NEW": read_new,
         "ORDERED": ordered,
@@ -353,6 +357,44 @@ def _verify_shares_kernel(
         head = kv_head * GROUP + row % GROUP
         token = first_token + q_number
         q_pos = tl.load(positions_ptr + token, mask=mask_m, other=0)
+
+        # 2. The first drafts, if they are attended to here, and the queries: both are waited for at once.
+        if ANSWERS and READ_NEW:
+            k_new_head_ptr = k_new_ptr + kv_head * k_new_stride_head
+            v_new_head_ptr = v_new_ptr + kv_head * v_new_stride_head
+            first_new, last_new = seen_drafts(
+                q_pos,
+                mask_m,
+                drafts,
+                (tl.program_id(1) + 1) * BLOCK_M - 1,
+                cached,
+                window,
+                chunk,
+                GROUP,
+                BLOCK_NEW,
+                ORDERED,
+                CAUSAL,
+                NEW_MASK,
+                HAS_WINDOW,
+                HAS_CHUNK,
+            )
+            new_tile = load_new(
+                first_new,
+                tl.where(partials == 1, last_new, first_new),
+                first_token,
+                k_new_head_ptr,
+                k_new_stride_token,
+                v_new_head_ptr,
+                v_new_stride_token,
+                QK_DIM,
+                V_DIM,
+                BLOCK_NEW,
+                BLOCK_D,
+                BLOCK_R,
+                BLOCK_V,
+                V_IS_K_TILE,
+                COMPUTE,
+            )
         q_rows = q_ptr + token * q_stride_token + head * q_stride_head
         if PAIRS:
             q, q_rest, power = load_paired_queries(q_rows, mask_m, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
@@ -364,7 +406,7 @@ def _verify_shares_kernel(
         if HAS_MASK or NEW_MASK:
             bits_row += tl.load(mask_indptr_ptr + req)
 
-        # 2. Its keys: tiles that a window or a chunk hides from some, whole tiles that all see, the rest of a tile.
+        # 3. Its keys: tiles that a window or a chunk hides from some, whole tiles that all see, the rest of a tile.
         running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         running_sum = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_V // 2 if PAIRS else BLOCK_V], tl.float32)
@@ -457,17 +499,17 @@ def _verify_shares_kernel(
             running_sum, acc = join_columns(running_sum, acc, BLOCK_M, BLOCK_V)
         if PLAIN:
             running_max = natural(running_max)
-        # 3. Leave the states to the merge, unless they are about to be answers; recordings want them then, too.
+        # 4. Leave the states to the merge, unless they are about to be answers; recordings want them then, too.
         state = partial.to(tl.int64) * rows + row
         if KEEPS or not ANSWERS:
             store_states(state, running_max, running_sum, acc, max_ptr, sum_ptr, acc_ptr, mask_m, V_DIM, BLOCK_V)
 
-        # 4. Nobody else reads this request for this head: the drafts among themselves, the sink, and that is all.
+        # 5. Nobody else reads this request for this head: the drafts among themselves, the sink, and that is all.
         if ANSWERS:  # noqa: SIM102  (a constant of the compilation, then a number of the device)
             if partials == 1:
                 acc = acc * v_scale
                 if READ_NEW:
-                    running_max, running_sum, acc = attend_drafts(
+                    running_max, running_sum, acc = attend_loaded_new(
                         running_max,
                         running_sum,
                         acc,
@@ -478,14 +520,53 @@ def _verify_shares_kernel(
                         token,
                         head[:, None],
                         mask_m,
-                        drafts,
-                        (tl.program_id(1) + 1) * BLOCK_M - 1,
+                        new_tile,
+                        first_new,
+                        last_new,
                         first_token,
                         positions_ptr,
                         cached,
-                        k_new_ptr + kv_head * k_new_stride_head,
+                        bits_ptr,
+                        bits_row,
+                        num_bits,
+                        window,
+                        chunk,
+                        scale_new,
+                        softcap,
+                        aux_ptr,
+                        aux_stride_token,
+                        aux_stride_head,
+                        aux_width,
+                        BLOCK_NEW,
+                        BLOCK_R,
+                        HAS_SOFTCAP,
+                        TEMPERATURE_LEN,
+                        MOD,
+                        ORDERED,
+                        CAUSAL,
+                        NEW_MASK,
+                        HAS_WINDOW,
+                        HAS_CHUNK,
+                    )
+                    running_max, running_sum, acc = attend_new(
+                        running_max,
+                        running_sum,
+                        acc,
+                        q,
+                        q_rest,
+                        q_pos,
+                        q_number,
+                        token,
+                        head[:, None],
+                        mask_m,
+                        first_new + BLOCK_NEW,
+                        last_new,
+                        first_token,
+                        positions_ptr,
+                        cached,
+                        k_new_head_ptr,
                         k_new_stride_token,
-                        v_new_ptr + kv_head * v_new_stride_head,
+                        v_new_head_ptr,
                         v_new_stride_token,
                         bits_ptr,
                         bits_row,
@@ -498,7 +579,6 @@ def _verify_shares_kernel(
                         aux_stride_token,
                         aux_stride_head,
                         aux_width,
-                        GROUP,
                         QK_DIM,
                         V_DIM,
                         BLOCK_NEW,

@@ -14,8 +14,6 @@ from attnlab.plan.tiles import HEAD_TILE, NARROW_DIM, head_tiles, row_tiles
 
 FEW = 8
 """Requests up to which a decode has one program a multiprocessor (of 8-bit numbers two)."""
-MANY_ROWS = 32
-"""Rows (drafts x heads of a group) above which a verify has two programs a multiprocessor: one computes, one loads."""
 SHORT = 8
 """Programs of narrow heads where no list is longer than a tile: each waits for one tile alone, so many must wait."""
 UNKNOWN = 128
@@ -29,10 +27,9 @@ class Balanced(SharePolicy):
 
     `programs` are those that a multiprocessor holds; None: as many as were fastest on an H200. Four hide each other's
     waits in a decode of many requests; eight where heads are narrow and no list longer than a tile. One, with more keys
-    on their way, leaves fewer partials to merge: of few requests, over latent rows, of few drafts, of drafts over
-    values wider than 128; two there of 8-bit numbers. Two in a decode of values wider than 128, and for many drafts of
-    others. One where a tile packs more than 16 heads. Not batch-invariant: where a request is cut depends on all that
-    come before it.
+    on their way, leaves fewer partials to merge: of few requests, over latent rows, of drafts; two there of 8-bit
+    numbers. Two in a decode of values wider than 128. One where a tile packs more than 16 heads. Not batch-invariant:
+    where a request is cut depends on all that come before it.
     """
 
     tile: int = 128
@@ -58,10 +55,7 @@ def _held(ctx: SplitContext, tile: int) -> int:
     if ctx.head_tile > HEAD_TILE:
         return 1
     few = 2 if ctx.kv_itemsize == 1 else 1
-    if ctx.drafts is not None:
-        rows = ctx.drafts * (ctx.heads // ctx.kv_heads)
-        return few if rows <= MANY_ROWS or ctx.v_dim > NARROW_DIM else 2
-    if ctx.mla:
+    if ctx.drafts is not None or ctx.mla:
         return few
     if ctx.v_dim > NARROW_DIM:
         return 2
