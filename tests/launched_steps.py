@@ -26,7 +26,9 @@ from attnlab.memory.requests import RequestTable
 from attnlab.spec import AttentionSpec, ModelSpec
 from tests.launches import NoDriver
 
-STEPS = ([40, 100, 7], [41, 101, 8], [130, 30], [42, 102, 9])
+STEPS = ([140, 190, 7], [141, 191, 8], [130, 30], [142, 192, 9])
+SHORT = ([40, 100, 7], [41, 101, 8], [128, 30], [42, 102, 9])
+"""No list is longer than a tile of even shares."""
 GQA = {"heads": 8, "kv_heads": 2, "qk_dim": 64, "v_dim": 64, "has_sinks": True}
 MLA = {"heads": 32, "kv_heads": 1, "qk_dim": 576, "v_dim": 512}
 
@@ -54,12 +56,19 @@ def counted(driver: NoDriver, asked: list[object]) -> dict[str, Any]:
     """Of every backend and step, the launches, and those that Triton was asked for."""
     counts: dict[str, Any] = {}
     bf16 = torch.bfloat16
-    kinds = (("seed", GQA, bf16), ("balanced", GQA, bf16), ("balanced", MLA, bf16), ("balanced", GQA, FP8))
-    for policy, shape, dtype in kinds:
+    kinds: tuple[tuple[str, Any, torch.dtype, Any], ...] = (
+        ("seed", GQA, bf16, STEPS),
+        ("balanced", GQA, bf16, STEPS),
+        ("balanced", MLA, bf16, STEPS),
+        ("balanced", GQA, FP8, STEPS),
+        ("balanced", GQA, bf16, SHORT),
+    )
+    for policy, shape, dtype, all_lens in kinds:
         spec = AttentionSpec(scale=0.1, **shape)
         backend = backend_of(policy, spec, mla=spec.qk_dim == 576, kv_dtype=dtype)
-        steps = counts[f"{policy} {spec.qk_dim}{' fp8' * (dtype == FP8)}"] = []
-        for lens in STEPS:
+        name = f"{policy} {spec.qk_dim}{' fp8' * (dtype == FP8)}{' short' * (all_lens is SHORT)}"
+        steps = counts[name] = []
+        for lens in all_lens:
             before = len(driver.launches), len(asked)
             plan = backend.plan(DecodeBatch.of(rows=list(range(len(lens))), lens=lens, device="cpu"))
             q = torch.zeros(len(lens), spec.heads, spec.qk_dim, dtype=torch.bfloat16)
