@@ -331,6 +331,7 @@ def test_a_mask_over_cached_keys_is_read(case: SeveralCase, engine: str, device:
 
 
 @engines
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 @pytest.mark.parametrize("mask", ["chain", "tree"])
 def test_a_requests_own_drafts_alone_reach_it(mask: str, engine: str, device: str) -> None:
     """Those of others, and what lies before the first one and behind the last, may be NaN."""

@@ -96,8 +96,8 @@ SPILLS = {
 """Bytes a thread that may spill. Gemma: tiles that need two words less in registers take twice the time. In one pass:
 on sm_100, where nobody has timed anything yet. fp32 serves for checking; MLA in fp32 does not fit a gfx942.
 Latent rows, verify over even shares: none in a loop over keys; what lies around it gives way to the accumulator, and
-to drafts that are loaded ahead. Extend for Hopper: a few
-bytes buy a second program on each multiprocessor, which is worth twice the rate."""
+to drafts that are loaded ahead. Extend for Hopper: a few bytes buy a second program on each multiprocessor, which is
+worth twice the rate."""
 
 
 def test_no_variant_spills(compiled: str) -> None:

@@ -111,6 +111,20 @@ def test_verify_over_even_shares_is_right(shape: str, features: str, new: tuple[
     torch.testing.assert_close(lse.double(), want_lse, **LSE)
 
 
+LONE = (1, 15, 16, 17, 33)
+
+
+@pytest.mark.parametrize("mask", ["chain", "tree"])
+@pytest.mark.parametrize("features", ["plain", "window", "cap", "chunk"])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if not shape.startswith("mla")])
+def test_drafts_that_are_answered_at_once_are_right(shape: str, features: str, mask: str) -> None:
+    """One share a KV head, so that no request is cut; of drafts one tile is loaded ahead, others follow."""
+    case = BASE.but(
+        id=f"{shape} {features} {mask}", prefix=(437, 64, 450, 20, 300), new=LONE, mask=mask, policy=Few(count=1)
+    )
+    Stand(case.but(**SHAPES[shape], **FEATURES[features]), "triton", "cuda").check("verify")
+
+
 @pytest.mark.parametrize("features", ["plain", "window", "cap"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_pass_is_right(shape: str, features: str) -> None:
