@@ -14,6 +14,7 @@ from attnlab._boot import INTERPRETED
 
 __all__ = [
     "PROBLEM",
+    "TensorDescriptor",
     "device_clock",
     "is_jitted",
     "spilled",
@@ -36,8 +37,10 @@ try:
     from triton.language.extra.cuda import globaltimer as device_clock
     from triton.language.extra.cuda import smid as multiprocessor
     from triton.runtime.interpreter import InterpretedFunction
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError as error:
     triton = tl = device_clock = multiprocessor = release_dependents = wait_for_earlier = None
+    TensorDescriptor = None
     PROBLEM: str | None = f"Triton cannot be imported here ({error}); it has wheels for Linux only"
 else:
     # Triton decorates its own helpers at import. They must have been decorated with our setting.

@@ -75,6 +75,7 @@ def backend_for(
         max_context=model.context_len if max_context is None else max_context,
         num_slots=num_slots,
         device=device,
+        page_size=pool.page_size,
     )
     backend = AttentionBackend(
         model=model,

@@ -162,7 +162,13 @@ class _SlidingServer:
         self.sliding = next(layer.index for layer in self.model.layers if layer.attention.sight.partial)
         self.full = next(layer.index for layer in self.model.layers if not layer.attention.sight.partial)
         self.pool = WindowPool(self.model, num_slots=2048, sliding_slots=1152, device="cpu")
-        self.table = RequestTable(max_requests=len(lens), max_context=1024, num_slots=2048, device="cpu")
+        self.table = RequestTable(
+            max_requests=len(lens),
+            max_context=1024,
+            num_slots=2048,
+            device="cpu",
+            page_size=self.pool.page_size,
+        )
         self.cache = cache = PagedCache(table=self.table, pool=self.pool)
         rows = [cache.admit() for _ in lens]
         for at in range(0, max(lens), step):

@@ -311,7 +311,9 @@ def storage(
     pages = [-(-n // size) for n in lens]
     num_slots = (2 * sum(pages) + 3) * size
     pool = make_pool(case, model, num_slots, device)
-    table = RequestTable(max_requests=len(lens) + 2, max_context=columns, num_slots=num_slots, device=device)
+    table = RequestTable(
+        max_requests=len(lens) + 2, max_context=columns, num_slots=num_slots, device=device, page_size=size
+    )
     table.admit()  # row 0 stays empty: rows and request numbers differ
     rows = [table.admit() for _ in lens]
     turns = torch.tensor([r for r, n in enumerate(pages) for _ in range(n)])

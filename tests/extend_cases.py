@@ -206,6 +206,19 @@ class Stand:
         for layer in range(2):
             self.pool.write(layer, slots, k, None if self.case.mla else v)
 
+    def share(self, tokens: int) -> None:
+        """Let request 1 begin with the first `tokens` of request 0: the same slots, in whole pages, hold them."""
+        table, (first, second) = self.backend.table, self.rows[:2]
+        own = table.slots_of(second).clone()
+        table.truncate(second, 0)
+        table.append(second, torch.cat([table.slots_of(first)[:tokens], own[tokens:]]))
+        for x in (self.inputs.k, self.inputs.v):
+            x[1][:tokens] = x[0][:tokens]
+        for layer in range(2):
+            for name in ("k", "v"):
+                x = getattr(self.pool.view(layer), name)
+                x.view(-1, *x.shape[-2:])[own[:tokens].long()] = float("nan")
+
     @property
     def batch(self) -> ExtendBatch | VerifyBatch:
         case = self.case

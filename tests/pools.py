@@ -117,7 +117,11 @@ def unified(name: str, page_size: int = 2, *, pages: int = 12) -> UnifiedPool:
 
 def cached(pool: KVPool, *, max_requests: int = 4, max_context: int = 400) -> PagedCache:
     table = RequestTable(
-        max_requests=max_requests, max_context=max_context, num_slots=pool.num_slots, device=pool.device
+        max_requests=max_requests,
+        max_context=max_context,
+        num_slots=pool.num_slots,
+        device=pool.device,
+        page_size=pool.page_size,
     )
     return PagedCache(table=table, pool=pool)
 

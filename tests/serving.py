@@ -102,7 +102,11 @@ class Server:
         slots = size.page_size * (1 + (size.requests + 1) * (size.context // size.page_size + 1))
         self.pool = pool_of(pool, self.model, slots, device)
         table = RequestTable(
-            max_requests=size.requests + 2, max_context=size.context, num_slots=self.pool.num_slots, device=device
+            max_requests=size.requests + 2,
+            max_context=size.context,
+            num_slots=self.pool.num_slots,
+            device=device,
+            page_size=self.pool.page_size,
         )
         self.cache = PagedCache(table=table, pool=self.pool)
         self.backend = AttentionBackend(

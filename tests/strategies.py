@@ -79,7 +79,11 @@ def tables(draw: st.DrawFn, max_len: int = 1_300, max_reqs: int = 5) -> Held:
     # Page 0, the sink, stays where it is.
     place = torch.cat([torch.zeros(1, dtype=torch.int64), 1 + torch.randperm(pages - 1, generator=shuffle)])
     table = RequestTable(
-        max_requests=len(lengths_drawn) + 2, max_context=max_len, num_slots=pages * page_size, device=DEVICE
+        max_requests=len(lengths_drawn) + 2,
+        max_context=max_len,
+        num_slots=pages * page_size,
+        device=DEVICE,
+        page_size=page_size,
     )
     table.slots.fill_(-1)
     rows = [table.admit() for _ in range(table.max_requests)]

@@ -120,7 +120,13 @@ class World:
             mla=mla,
         )
         self.pool = self._pool()
-        self.table = RequestTable(max_requests=ROWS, max_context=CONTEXT, num_slots=self.pool.num_slots, device=DEVICE)
+        self.table = RequestTable(
+            max_requests=ROWS,
+            max_context=CONTEXT,
+            num_slots=self.pool.num_slots,
+            device=DEVICE,
+            page_size=self.pool.page_size,
+        )
         self.cache = PagedCache(table=self.table, pool=self.pool)
         unified, size = setting.pool.startswith("unified"), setting.page_size
         self.book = book.Book(

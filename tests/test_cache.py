@@ -207,6 +207,9 @@ def test_a_table_of_another_pool_is_refused() -> None:
         table = RequestTable(max_requests=1, max_context=8, num_slots=slots, device=DEVICE)
         with pytest.raises(ValueError, match=f"table: admits slots up to {slots - 1}, the pool's .* up to 23"):
             PagedCache(table=table, pool=pool)
+    table = RequestTable(max_requests=1, max_context=8, num_slots=24, device=DEVICE, page_size=4)
+    with pytest.raises(ValueError, match="in pages of 4, the pool's allocator gives pages of 2; .* page_size=2"):
+        PagedCache(table=table, pool=pool)
     table = RequestTable(max_requests=1, max_context=8, num_slots=24, device=DEVICE)
     pool.allocator.allocate("a", 1)
     with pytest.raises(ValueError, match=r"the owners of slots are \['a'\]"):

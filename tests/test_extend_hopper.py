@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import Tensor
 
 from attnlab._boot import INTERPRETED
 from attnlab.inspect import resources
@@ -20,6 +21,7 @@ from attnlab.kernels.extend_hopper import HopperConfig, can_serve, has_tiles
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView
 from attnlab.plan.extend_call import ExtendCall
+from tests.cases import FP8
 from tests.extend_cases import CASES, Case, Stand
 from tests.strategies import extend_cases
 
@@ -38,6 +40,47 @@ MORE = [
     Case(id="sinks-whole", why="sinks of natural base", sinks=True, prefix=(70,), new=(66,)),
     Case(id="both-ways", why="new tokens see all new ones", causal=False, prefix=(70,), new=(66,)),
 ]
+
+PAGES = Case(id="boxes", why="tiles fetched whole", prefix=(200, 64, 130, 0), new=(70, 130, 9, 66), page_size=64)
+BOXES: list[tuple[Case, bool, bool]] = [
+    (PAGES, True, True),
+    (PAGES.but(id="boxes-of-half-a-page", page_size=128), True, True),
+    (PAGES.but(id="boxes-bf16", dtype=torch.bfloat16, kv_dtype=torch.bfloat16, page_size=32), True, True),
+    (PAGES.but(id="boxes-fp8", dtype=torch.bfloat16, kv_dtype=FP8, k_scale=0.05, v_scale=0.2), True, True),
+    (PAGES.but(id="boxes-wide-values", qk_dim=16, v_dim=64), True, True),
+    (PAGES.but(id="boxes-mqa", kv_heads=1, heads=2), True, True),
+    (PAGES.but(id="boxes-cap", softcap=5.0, temperature_len=32, sinks=True), True, True),
+    (PAGES.but(id="boxes-scales", k_scale=0.5, v_scale=0.25), True, True),
+    (PAGES.but(id="boxes-both-ways", causal=False), True, True),
+    (PAGES.but(id="boxes-256", qk_dim=256, v_dim=256, prefix=(70,), new=(66,)), True, True),
+    (PAGES.but(id="boxes-one-pass", one_pass=True), True, False),
+    (PAGES.but(id="boxes-read-back", read_back=True), True, True),
+    (PAGES.but(id="boxes-of-new-keys", page_size=16), False, True),
+    (PAGES.but(id="pages-with-gaps", layout="pages"), False, True),
+    (PAGES.but(id="pages-of-several-layers", pool="unified"), False, True),
+    (PAGES.but(id="no-boxes-window", window=100), False, False),
+    (PAGES.but(id="no-boxes-window-one-pass", window=100, one_pass=True), False, False),
+    (PAGES.but(id="no-boxes-chunk", chunk=128), False, False),
+    (PAGES.but(id="no-boxes-80", qk_dim=80, v_dim=80), False, False),
+    (PAGES.but(id="no-boxes-192", qk_dim=192, v_dim=128, prefix=(70,), new=(66,)), False, False),
+]
+"""Whether cached keys are read in boxes, and new ones."""
+
+
+@pytest.fixture
+def boxes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
+    """Note of every launch whether cached keys are read in boxes, and new ones."""
+    noted: list[tuple[bool, bool]] = []
+    made = extend_hopper.boxes_of_call
+
+    def noting(call: ExtendCall, k_new: Tensor, v_new: Tensor, *, block_n: int) -> tuple[Any, ...]:
+        k, v, its_k, its_v = made(call, k_new, v_new, block_n=block_n)
+        assert (k is None, its_k is None) == (v is None, its_v is None)
+        noted.append((k is not None, its_k is not None))
+        return k, v, its_k, its_v
+
+    monkeypatch.setattr(extend_hopper, "boxes_of_call", noting)
+    return noted
 
 
 @pytest.fixture
@@ -66,6 +109,94 @@ def test_what_it_serves_agrees_with_the_oracle(case: Case, launches: list[Extend
         case = case.but(one_pass=True, policy="tile")
     Stand(case, "triton", "cpu").check()
     assert launches
+
+
+@pytest.mark.parametrize(("case", "cached", "new"), BOXES, ids=lambda x: x.id if isinstance(x, Case) else "")
+def test_boxes_agree_with_the_oracle(
+    case: Case, cached: bool, new: bool, launches: list[ExtendCall], boxes: list[tuple[bool, bool]]
+) -> None:
+    Stand(case, "triton", "cpu").check()
+    assert launches and boxes == [(cached, new)]
+
+
+def test_boxes_of_a_shared_prefix_agree_with_the_oracle(
+    launches: list[ExtendCall], boxes: list[tuple[bool, bool]]
+) -> None:
+    stand = Stand(PAGES.but(id="shared", prefix=(200, 150), new=(70, 66)), "triton", "cpu")
+    stand.share(128)
+    stand.check()
+    assert launches and boxes == [(True, True)]
+
+
+@pytest.mark.parametrize("case", [PAGES, PAGES.but(one_pass=True)], ids=["cached and new", "one pass"])
+def test_a_table_without_pages_is_gathered_with_the_same_bits(
+    case: Case, launches: list[ExtendCall], boxes: list[tuple[bool, bool]]
+) -> None:
+    paged, plain = Stand(case, "triton", "cpu"), Stand(case, "triton", "cpu")
+    plain.backend.table.page_size = 1
+    for mine, other in zip(plain.run(), paged.run(), strict=True):
+        assert torch.equal(mine, other)
+    assert boxes == [(False, not case.one_pass), (True, not case.one_pass)]
+
+
+def odd(x: Tensor, how: str) -> Tensor:
+    """The same rows in memory that no box can be laid over."""
+    tokens, heads, dim = x.shape
+    match how:
+        case "begins anywhere":
+            memory = x.new_empty(x.numel() + 1)[1:].view(x.shape)
+        case "rows begin anywhere":
+            memory = x.new_empty(tokens, heads * dim + 1)[:, : heads * dim].unflatten(1, (heads, dim))
+        case "heads apart":
+            memory = x.new_empty(tokens, heads, dim + 8)[..., :dim]
+        case "heads outermost":
+            memory = x.new_empty(heads, tokens, dim).transpose(0, 1)
+    return memory.copy_(x)
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("how", ["begins anywhere", "rows begin anywhere", "heads apart", "heads outermost"])
+def test_new_keys_that_lie_oddly_are_gathered_with_the_same_bits(
+    how: str, which: str, launches: list[ExtendCall], boxes: list[tuple[bool, bool]]
+) -> None:
+    want = Stand(PAGES, "triton", "cpu").run()[0].clone()
+    call = replace(launches[0], out=torch.empty_like(want), **{which: odd(getattr(launches[0], which), how)})
+    extend_hopper.extend_hopper(call, target=Target.of(torch.device("cpu")))
+    assert torch.equal(call.out, want) and boxes == [(True, True), (True, False)]
+
+
+def test_pages_one_behind_the_other_are_read_in_boxes(
+    launches: list[ExtendCall], boxes: list[tuple[bool, bool]]
+) -> None:
+    want = Stand(PAGES, "triton", "cpu").run()[0].clone()
+    view = launches[0].view
+    paged = replace(view, k=view.k.unflatten(0, (-1, 64)), v=view.v.unflatten(0, (-1, 64)))
+    call = replace(launches[0], out=torch.empty_like(want), view=paged)
+    extend_hopper.extend_hopper(call, target=Target.of(torch.device("cpu")))
+    assert torch.equal(call.out, want) and boxes == [(True, True)] * 2
+
+
+@pytest.mark.parametrize(("parts", "cached", "new"), [("cached", True, False), ("new", False, True)])
+def test_a_part_has_boxes_of_its_own_keys_alone(
+    parts: Any, cached: bool, new: bool, launches: list[ExtendCall], boxes: list[tuple[bool, bool]]
+) -> None:
+    Stand(PAGES, "triton", "cpu").run()
+    extend_hopper.extend_hopper(replace(launches[0], parts=parts), target=Target.of(torch.device("cpu")))
+    assert boxes[-1] == (cached, new)
+
+
+def test_rows_of_another_tensor_between_are_no_hindrance(
+    launches: list[ExtendCall], boxes: list[tuple[bool, bool]]
+) -> None:
+    """Keys and values as columns of one projection, as models compute them."""
+    want = Stand(PAGES, "triton", "cpu").run()[0].clone()
+    k, v = launches[0].k, launches[0].v
+    assert k is not None and v is not None
+    joined = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
+    k, v = (x.unflatten(1, k.shape[1:]) for x in joined.chunk(2, dim=1))
+    call = replace(launches[0], out=torch.empty_like(want), k=k, v=v)
+    extend_hopper.extend_hopper(call, target=Target.of(torch.device("cpu")))
+    assert torch.equal(call.out, want) and boxes[-1] == (True, True)
 
 
 @pytest.mark.parametrize("change", [{"mask": "random"}, {"mod": "alibi"}, {"window": 20, "causal": False}], ids=str)

@@ -334,6 +334,58 @@ def test_truncate_sets_what_is_cut_back_to_the_sink() -> None:
         t.truncate(1, 0)
 
 
+def paged_table() -> RequestTable:
+    return RequestTable(max_requests=3, max_context=12, num_slots=32, device=DEVICE, page_size=4)
+
+
+def test_requests_lie_page_wise_however_they_grow() -> None:
+    t = paged_table()
+    row = t.admit()
+    for slots in ([12, 13, 14], [15], [], [8, 9, 10, 11, 20]):
+        t.append(row, torch.tensor(slots, dtype=torch.int64))
+    for length, more in ((9, [21]), (6, [10]), (4, [28]), (3, [15, 4, 5])):
+        t.truncate(row, length)
+        t.append(row, torch.tensor(more))
+    assert t.slots_of(row).tolist() == [12, 13, 14, 15, 4, 5]
+    t.release(row)
+    t.append(t.admit(), torch.tensor([8, 9]))
+    assert t.slots_of(row).tolist() == [8, 9]
+
+
+@pytest.mark.parametrize(
+    ("held", "more", "message"),
+    [
+        ([], [13, 14], "a multiple of 4 at position 0 of request 0, got 13"),
+        ([12, 13], [15], "slot 14 at position 2 of request 0, got 15"),
+        ([12, 13], [14, 16], "slot 15 at position 3 of request 0, got 16"),
+        ([12, 13], [18, 19], "slot 14 at position 2 of request 0, got 18"),
+        ([12, 13], [14, 15, 17, 18], "a multiple of 4 at position 4 of request 0, got 17"),
+        ([12, 13, 14, 15], [8, 9, 11], "slot 10 at position 6 of request 0, got 11"),
+    ],
+)
+def test_slots_that_do_not_lie_page_wise_write_nothing(held: list[int], more: list[int], message: str) -> None:
+    t = paged_table()
+    row = t.admit()
+    t.append(row, torch.tensor(held, dtype=torch.int64))
+    before = t.slots.clone()
+    with pytest.raises(ValueError, match=f"slots: expected {message}; .* or build the table with page_size=1"):
+        t.append(row, torch.tensor(more))
+    assert torch.equal(t.slots, before) and t.length(row) == len(held)
+    t.append(row, torch.tensor([*range(12 + len(held), 16), 24]))
+
+
+def test_requests_share_whole_pages_of_a_prefix() -> None:
+    t = paged_table()
+    first, second = t.admit(), t.admit()
+    t.append(first, torch.tensor([12, 13, 14, 15, 20, 21]))
+    t.append(second, t.slots_of(first)[:4])
+    t.append(second, torch.tensor([24, 25]))
+    third = t.admit()
+    t.append(third, t.slots_of(first)[:5])
+    with pytest.raises(ValueError, match="whole ones alone can be shared: copy the rest of a prefix"):
+        t.append(third, torch.tensor([28]))
+
+
 @pytest.mark.parametrize("call", ["length", "slots_of", "release"])
 def test_a_free_row_has_nothing(call: str) -> None:
     t = table()

@@ -25,6 +25,7 @@ from attnlab.memory.requests import RequestTable
 from attnlab.plan.build import ONE_PASS_TILE
 from attnlab.plan.plans import Lane, Plan
 from attnlab.plan.policy import HostPolicy
+from attnlab.plan.signature import differences, numbers_of
 from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec, Sight
 from tests.pools import tell_spaces_apart
 from tests.strategies import DEVICE
@@ -52,7 +53,11 @@ class Server:
         slots = (sum(-(-n // page_size) for n in lens) + 4 + len(lens)) * page_size
         self.pool = self._pool(pool, slots)
         self.table = RequestTable(
-            max_requests=len(lens) + 2, max_context=4096, num_slots=self.pool.num_slots, device=DEVICE
+            max_requests=len(lens) + 2,
+            max_context=4096,
+            num_slots=self.pool.num_slots,
+            device=DEVICE,
+            page_size=page_size,
         )
         self.cache = PagedCache(table=self.table, pool=self.pool)
         settle = tell_spaces_apart(self.pool)
@@ -246,6 +251,67 @@ def test_one_pass_lists_begin_at_a_tiles_border_however_a_prompt_is_cut() -> Non
         assert visible == max(0, cached - 199)
         mine = layout.index.slots[: int(layout.index.indptr[-1])].tolist()
         assert mine == [slots[max(start + j, visible)] for j in range(700 - start)]
+
+
+@pytest.mark.parametrize("pool", ["plain", "window", "unified"])
+@pytest.mark.parametrize(
+    ("page_size", "one_pass", "full", "partial"),
+    [(1, False, 1, 1), (16, False, 16, 1), (64, True, 64, 64), (256, True, 256, ONE_PASS_TILE)],
+)
+def test_a_layout_knows_how_many_entries_are_consecutive_slots(
+    pool: str, page_size: int, one_pass: bool, full: int, partial: int
+) -> None:
+    server = Server([700, 3], pool=pool, page_size=page_size, window=300)
+    batch = ExtendBatch.of(rows=server.rows, prefix=[600, 0], new=[100, 3], device=DEVICE)
+    plan = server.plan(batch, deterministic=one_pass)  # validates it
+    assert [plan.lane(layer).layout.pages for layer in (0, 1)] == [full, partial]
+
+
+def test_a_table_that_knows_of_no_pages_promises_none() -> None:
+    server = Server([200], page_size=64)
+    server.table.page_size = 1
+    batch = ExtendBatch.of(rows=server.rows, prefix=[150], new=[50], device=DEVICE)
+    assert server.plan(batch).lane(0).layout.pages == 1
+
+
+def test_pages_larger_than_those_of_a_translation_are_consecutive_within_these() -> None:
+    server = Server([200], pool="unified", page_size=16, window=300)
+    larger = RequestTable(max_requests=1, max_context=256, num_slots=256, device=DEVICE, page_size=48)
+    backend = AttentionBackend(
+        model=server.model,
+        pool=server.pool,
+        table=larger,
+        engine="eager",
+        policy="tile",
+        max_requests=1,
+        multiprocessors=132,
+    )
+    empty = ExtendBatch.of(rows=[larger.admit()], prefix=[0], new=[0], device=DEVICE)
+    assert backend.plan(empty).lane(0).layout.pages == 16
+
+
+def test_validate_finds_a_page_that_is_torn() -> None:
+    server = Server([200], page_size=64, window=150)
+    batch = ExtendBatch.of(rows=server.rows, prefix=[190], new=[10], device=DEVICE)
+    for layer, at, message in ((0, 65, "entry 65 reads slot .* up to each multiple of 64"), (1, 3, None)):
+        plan = server.backend(deterministic=layer == 1).plan(batch)
+        layout = plan.lane(layer).layout
+        assert layout.pages == 64
+        layout.index.slots[at] = layout.index.slots[at - 2]
+        if message is None:  # hidden: a copy of the first key that is seen
+            layout.validate(num_slots=server.pool.num_slots)
+            continue
+        with pytest.raises(ValueError, match=message):
+            layout.validate(num_slots=server.pool.num_slots)
+
+
+def test_a_graph_bakes_in_how_many_entries_are_consecutive() -> None:
+    server = Server([200], page_size=64)
+    batch = ExtendBatch.of(rows=server.rows, prefix=[150], new=[50], device=DEVICE)
+    paged = server.plan(batch)
+    server.table.page_size = 1
+    found = differences(numbers_of(paged), numbers_of(server.plan(batch)))
+    assert "lanes[0].layout.pages: captured 64, got 1" in found
 
 
 def test_a_padded_list_is_not_split() -> None:

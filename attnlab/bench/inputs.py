@@ -57,7 +57,11 @@ class Inputs:
         kind = MLAPool if work.mla else MHAPool
         self.pool: KVPool = kind(self.model, num_slots=num_slots, device=self.device)
         self.table = RequestTable(
-            max_requests=work.requests, max_context=max(work.lens), num_slots=num_slots, device=self.device
+            max_requests=work.requests,
+            max_context=max(work.lens),
+            num_slots=num_slots,
+            device=self.device,
+            page_size=size,
         )
         order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)) + 1
         self.pages = [own.to(self.device) for own in order.split(pages)]

@@ -321,7 +321,11 @@ def _storage(spec: ModelSpec, lens: Sequence[int], device: torch.device | str) -
     num_slots = pages * spec.page_size
     pool: KVPool = (MLAPool if spec.mla else MHAPool)(spec, num_slots=num_slots, device=device)
     table = RequestTable(
-        max_requests=max(1, len(lens)), max_context=max([1, *lens]), num_slots=num_slots, device=device
+        max_requests=max(1, len(lens)),
+        max_context=max([1, *lens]),
+        num_slots=num_slots,
+        device=device,
+        page_size=pool.page_size,
     )
     return PagedCache(table=table, pool=pool)
 

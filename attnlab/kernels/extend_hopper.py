@@ -9,6 +9,8 @@ The variant of `extend.py` for what most layers of most models are: no mask, no 
 - A step's arithmetic stands in `if flag > 0`, which always holds, but which the compiler cannot see through. Its
   pipeliner would put the copies of the next tile behind the arithmetic of this one; an `if` whose results go to the
   next step alone it puts last, so that the copies are on their way before the arithmetic begins.
+- Whole tiles of new keys, and of cached ones in pages that hold a tile, are fetched in boxes (`boxes.py`) rather than
+  gathered row by row: extends over pages of 64 take nine tenths of the time. The arithmetic is the same either way.
 
 Source of the method: FlashAttention-2 (Dao, 2023), over paged keys, with its exponentials of base 2.
 """
@@ -19,8 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnlab._triton import jit, tl
+from attnlab.kernels.boxes import NO_BOXES, boxes_of, fits_box, rows_of_pages
 from attnlab.kernels.core import (
     LOG2_E,
     dots,
@@ -121,6 +125,7 @@ def extend_hopper(call: ExtendCall, *, target: Target) -> None:
     q = lifted(call.q, target)
     # In one pass the new tokens' keys lie in the pool: then, and where an option is off, any tensor will do.
     k_new, v_new = (q if x is None else lifted(x, target) for x in (call.k, call.v))
+    boxes = boxes_of_call(call, k_new, v_new, block_n=constants["BLOCK_N"])
     rows = written(call.out, target)
     lse, sinks = (q if x is None else x for x in (call.lse, call.sinks))
     _extend_hopper_kernel[(spec.heads * -(-queries.most // constants["BLOCK_M"]), reqs)](
@@ -145,6 +150,7 @@ def extend_hopper(call: ExtendCall, *, target: Target) -> None:
         layout.sight.window or 0,
         layout.sight.chunk or 0,
         FLAG,
+        *boxes,
         q.stride(0),
         q.stride(1),
         k_new.stride(0),
@@ -166,6 +172,31 @@ def extend_hopper(call: ExtendCall, *, target: Target) -> None:
     )
     if rows is not call.out:
         call.out.copy_(rows)
+
+
+def takes_boxes(spec: AttentionSpec) -> bool:
+    """Whether whole tiles of this attention can be boxes.
+
+    Under a window or in chunks few tiles are seen whole, and lists begin anywhere: boxes would save nothing there, and
+    the registers that two more kinds of loop need would spill.
+    """
+    return not spec.sight.partial and fits_box(spec.qk_dim) and fits_box(spec.v_dim)
+
+
+def boxes_of_call(call: ExtendCall, k_new: Tensor, v_new: Tensor, *, block_n: int) -> tuple[Any, Any, Any, Any]:
+    """Return the descriptors of cached keys and values, and of new ones, which are `k_new` and `v_new`.
+
+    A pair is None where the call does not read it, or where its tiles must be gathered: keys whose slots are not known
+    to be consecutive, and memory that a box cannot be laid over.
+    """
+    cached = new = NO_BOXES
+    if takes_boxes(call.spec):
+        k, v = rows_of_pages(call.view.k), rows_of_pages(call.view.v)
+        if call.parts != "new" and call.lane.layout.pages % block_n == 0 and k is not None and v is not None:
+            cached = boxes_of(k, v, block_n=block_n)
+        if call.parts != "cached" and not call.one_pass:
+            new = boxes_of(k_new, v_new, block_n=block_n)
+    return *cached, *new
 
 
 def hopper_constants(
@@ -228,6 +259,10 @@ def _extend_hopper_kernel(
     window,
     chunk,
     flag,
+    k_boxes,
+    v_boxes,
+    k_new_boxes,
+    v_new_boxes,
     q_stride_token,
     q_stride_head,
     k_new_stride_token,
@@ -277,6 +312,7 @@ def _extend_hopper_kernel(
     if tile * BLOCK_M >= new:
         return
     kv_head = (head // GROUP).to(tl.int64)
+    k_column, v_column = (head // GROUP) * QK_DIM, (head // GROUP) * V_DIM
     q_number = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # among the request's new tokens
     mask_m = q_number < new
     token = first_token + q_number
@@ -313,6 +349,11 @@ def _extend_hopper_kernel(
             v_ptr + kv_head * v_stride_head,
             v_stride_page,
             v_stride_slot,
+            k_boxes,
+            v_boxes,
+            0,
+            k_column,
+            v_column,
             scale_cached,
             softcap,
             window,
@@ -358,6 +399,11 @@ def _extend_hopper_kernel(
             v_new_ptr + first_token * v_new_stride_token + kv_head * v_new_stride_head,
             v_new_stride_token,
             v_new_stride_token,
+            k_new_boxes,
+            v_new_boxes,
+            first_token.to(tl.int32),
+            k_column,
+            v_column,
             scale,
             softcap,
             window,
@@ -415,6 +461,11 @@ def _attend_span(
     v_head_ptr,
     v_stride_page,
     v_stride_slot,
+    k_boxes,
+    v_boxes,
+    first_row,
+    k_column,
+    v_column,
     scale,
     softcap,
     window,
@@ -441,6 +492,7 @@ def _attend_span(
 
     The keys lie where a list says (LISTED) or one behind the other. Tiles that no query sees are left out; those that
     all see whole come in the middle, without masks; PART 0 and 2 are the tiles in front of and behind them.
+    Those in the middle are boxes where there are any: rows from the tile's first slot on, or from `first_row + at` on.
     """
     # 1. The first key that any query sees, and the first that all of them see.
     seen_from = start_visible
@@ -466,41 +518,46 @@ def _attend_span(
     for PART in tl.static_range(3):
         if PART != 0 or HAS_WINDOW or HAS_CHUNK:
             for at in tl.range(borders[PART], borders[PART + 1], BLOCK_N, num_stages=STAGES):
-                entry = at + tl.arange(0, BLOCK_N)
-                if PART == 1:
-                    mask_n = None
-                    visible = None
-                    rows = tl.load(list_ptr + entry) if LISTED else entry
+                visible = None
+                if PART == 1 and k_boxes is not None:
+                    row = tl.load(list_ptr + at).to(tl.int32) if LISTED else first_row + at
+                    k = k_boxes.load([row, k_column]).to(COMPUTE)
+                    v = v_boxes.load([row, v_column]).to(COMPUTE)
                 else:
-                    mask_n = entry < seen_to
-                    rows = tl.load(list_ptr + entry, mask=mask_n, other=0) if LISTED else entry
-                    kv_pos = start + entry
-                    visible = visible_keys(
-                        q_pos,
-                        kv_pos,
-                        q_pos,
-                        kv_pos,
-                        kv_pos,
-                        tl.full([1], True, tl.int1),  # of queries that are not there nothing is written
-                        mask_n & (kv_pos >= start_visible),
-                        None,
-                        None,
-                        None,
-                        window,
-                        chunk,
-                        CAUSAL,
-                        False,
-                        HAS_WINDOW,
-                        HAS_CHUNK,
-                        False,
-                    )
-                rows = rows.to(tl.int32) if NARROW else rows.to(tl.int64)
-                k_rows = k_head_ptr + slot_offsets(rows, k_stride_page, k_stride_slot, PAGE_SIZE)
-                v_rows = v_head_ptr + slot_offsets(rows, v_stride_page, v_stride_slot, PAGE_SIZE)
-                k = load_tile(k_rows, mask_n, 0, BLOCK_D, QK_DIM, COMPUTE)
-                if BLOCK_R > 0:
-                    k_rest = load_tile(k_rows, mask_n, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE)
-                v = load_tile(v_rows, mask_n, 0, BLOCK_V, V_DIM, COMPUTE)
+                    entry = at + tl.arange(0, BLOCK_N)
+                    if PART == 1:
+                        mask_n = None
+                        rows = tl.load(list_ptr + entry) if LISTED else entry
+                    else:
+                        mask_n = entry < seen_to
+                        rows = tl.load(list_ptr + entry, mask=mask_n, other=0) if LISTED else entry
+                        kv_pos = start + entry
+                        visible = visible_keys(
+                            q_pos,
+                            kv_pos,
+                            q_pos,
+                            kv_pos,
+                            kv_pos,
+                            tl.full([1], True, tl.int1),  # of queries that are not there nothing is written
+                            mask_n & (kv_pos >= start_visible),
+                            None,
+                            None,
+                            None,
+                            window,
+                            chunk,
+                            CAUSAL,
+                            False,
+                            HAS_WINDOW,
+                            HAS_CHUNK,
+                            False,
+                        )
+                    rows = rows.to(tl.int32) if NARROW else rows.to(tl.int64)
+                    k_rows = k_head_ptr + slot_offsets(rows, k_stride_page, k_stride_slot, PAGE_SIZE)
+                    v_rows = v_head_ptr + slot_offsets(rows, v_stride_page, v_stride_slot, PAGE_SIZE)
+                    k = load_tile(k_rows, mask_n, 0, BLOCK_D, QK_DIM, COMPUTE)
+                    if BLOCK_R > 0:
+                        k_rest = load_tile(k_rows, mask_n, BLOCK_D, BLOCK_R, QK_DIM, COMPUTE)
+                    v = load_tile(v_rows, mask_n, 0, BLOCK_V, V_DIM, COMPUTE)
                 if flag > 0:  # always: see the top of this file
                     scores = dots(q, k, True)
                     if BLOCK_R > 0:

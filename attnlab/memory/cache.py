@@ -44,6 +44,11 @@ class PagedCache:
             same_device(table.slots.device, pool.device),
             f"table: expected on {pool.device} like the pool, got {table.slots.device}",
         )
+        require(
+            pool.page_size % table.page_size == 0,
+            f"table: keeps requests in pages of {table.page_size}, the pool's allocator gives pages of "
+            f"{pool.page_size}; build it with page_size={pool.page_size}",
+        )
         self.table, self.pool = table, pool
         _check_owners(table.rows, pool.allocator.owners, ValueError)
 

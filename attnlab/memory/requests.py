@@ -24,6 +24,10 @@ class RequestTable:
     lets keys slide out, which counts an owner's pages from its own position 0. A row and its slots are released
     together: the table does not know who owns a slot, the allocator does not know who reads it.
 
+    `page_size`: with more than 1 every request lies page-wise. Its token at a position that is a multiple of
+    `page_size` has a slot that is one too, and each token between two such has the slot behind the one before. Kernels
+    may then copy pages whole. Requests share whole pages of a prefix.
+
     >>> table = RequestTable(max_requests=2, max_context=8, num_slots=16, device="cpu")
     >>> row = table.admit()
     >>> table.append(row, torch.tensor([4, 5, 6]))
@@ -31,15 +35,26 @@ class RequestTable:
     (3, [4, 5, 6])
     """
 
-    def __init__(self, *, max_requests: int, max_context: int, num_slots: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        *,
+        max_requests: int,
+        max_context: int,
+        num_slots: int,
+        device: torch.device | str,
+        page_size: int = 1,
+    ) -> None:
         positive("max_requests", max_requests)
         positive("max_context", max_context)
         positive("num_slots", num_slots)
+        positive("page_size", page_size)
         self.num_slots = num_slots
+        self.page_size = page_size
         self.slots: Int[Tensor, "max_requests max_context"] = torch.zeros(
             max_requests, max_context, dtype=torch.int32, device=device
         )
         self._lengths: dict[int, int] = {}
+        self._pages: dict[int, list[int]] = {}
         self._free = list(range(max_requests))
 
     @property
@@ -72,6 +87,7 @@ class RequestTable:
         )
         row = heapq.heappop(self._free)
         self._lengths[row] = 0
+        self._pages[row] = []
         return row
 
     def append(self, row: int, slots: Int[Tensor, " tokens"]) -> None:
@@ -84,8 +100,38 @@ class RequestTable:
             bad.numel() == 0,
             f"slots: expected 1 to {self.num_slots - 1} (slot 0 is the sink), got {bad[:4].tolist()} for request {row}",
         )
+        pages = self._pages_of(row, host)
         self.slots[row, self.length(row) : end] = host.to(torch.int32).to(self.slots.device, non_blocking=True)
         self._lengths[row] = end
+        self._pages[row].extend(pages)
+
+    def _pages_of(self, row: int, slots: Int[Tensor, " tokens"]) -> list[int]:
+        """Return the pages that begin among a request's next slots; raise ValueError unless these lie page-wise."""
+        size, given, pages = self.page_size, slots.tolist(), []
+        if size == 1:
+            return []
+        position, end = self.length(row), self.length(row) + len(given)
+        while position < end:
+            run, offset = given[position - end :][: size - position % size], position % size
+            if offset == 0:
+                pages.append(run[0] // size)
+            page = pages[-1] if pages else self._pages[row][-1]
+            wanted = range(page * size + offset, page * size + offset + len(run))
+            if run != list(wanted):
+                self._refuse(row, position, run, wanted)
+            position += len(run)
+        return pages
+
+    def _refuse(self, row: int, position: int, run: list[int], wanted: Sequence[int]) -> None:
+        """Raise ValueError for slots that are not those of a page."""
+        at = next(i for i, (got, want) in enumerate(zip(run, wanted, strict=True)) if got != want)
+        begins = (position + at) % self.page_size == 0
+        expected = f"a multiple of {self.page_size}" if begins else f"slot {wanted[at]}"
+        raise ValueError(
+            f"slots: expected {expected} at position {position + at} of request {row}, got {run[at]}; the table keeps "
+            f"requests in pages of {self.page_size}, and whole ones alone can be shared: copy the rest of a prefix, or "
+            "build the table with page_size=1"
+        )
 
     def check_room(self, row: int, tokens: int) -> int:
         """Return the length of a request with `tokens` more; raise ValueError where the table has too few columns."""
@@ -155,11 +201,12 @@ class RequestTable:
         held = self.check_held(row, length)
         self.slots[row, length:held] = 0
         self._lengths[row] = length
+        del self._pages[row][-(-length // self.page_size) :]
 
     def release(self, row: int) -> None:
         """Free a row; what it held is set back to the sink, so that a stale read finds no foreign slot."""
         self.truncate(row, 0)
-        del self._lengths[row]
+        del self._lengths[row], self._pages[row]
         heapq.heappush(self._free, row)
 
 

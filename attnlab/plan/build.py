@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import gcd
 from typing import NamedTuple, overload
 
 import torch
@@ -321,7 +322,17 @@ class Planner:
             start_visible=lists.extent.start_visible,
             sight=layers[0].attention.sight,
             align=lists.align,
+            pages=self._pages(layers[0], lists),
         )
+
+    def _pages(self, layer: LayerSpec, lists: _Lists) -> int:
+        """Return how many entries are consecutive slots of the layer's storage, from each multiple of as many on.
+
+        The table's pages are, within one page of a translation, where lists begin at a page's border.
+        """
+        translation = self.pool.translation(layer.pool_layer)
+        pages = self.table.page_size if translation.pages is None else gcd(self.table.page_size, translation.page_size)
+        return gcd(pages, lists.align) if layer.attention.sight.partial else pages
 
     def _write_slots(self, rows: Tensor, layers: Sequence[LayerSpec], new: _Lists) -> Int[Tensor, " tokens"]:
         """Return where new tokens go: under cross-attention nowhere, which is the sink."""

@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attnlab.batch import DeviceLens, HostLens, Lens
-from attnlab.checks import contiguous, require, tensor
+from attnlab.checks import contiguous, positive, require, tensor
 from attnlab.plan.index import KVIndex
 from attnlab.plan.splits import owner_of
 from attnlab.spec import Sight
@@ -24,6 +24,9 @@ class KVLayout:
     `start_visible[r]` are copies of the first key that a query may see: padding, so that a list begins at a tile's
     border, which every query's sight hides. Both are int32 `[reqs]`; they differ only where `align`, the positions
     between such borders, is more than 1.
+
+    `pages`: from `start_visible` on, entries between two multiples of `pages` are consecutive slots of the storage, so
+    that a tile of them can be copied whole. 1 where nothing is known.
     """
 
     index: KVIndex
@@ -31,8 +34,10 @@ class KVLayout:
     start_visible: Int[Tensor, " reqs"]
     sight: Sight
     align: int = 1
+    pages: int = 1
 
     def __post_init__(self) -> None:
+        positive("pages", self.pages)
         for name, x in (("start", self.start), ("start_visible", self.start_visible)):
             tensor(name, x, shape=[self.index.reqs], dtype=torch.int32, device=self.index.indptr.device)
             contiguous(name, x)
@@ -56,6 +61,21 @@ class KVLayout:
             bool(((padding >= 0) & (padding < self.align)).all()),
             f"start_visible: expected start, or up to {self.align - 1} positions behind it",
         )
+        if self.pages > 1:
+            self._validate_pages()
+
+    def _validate_pages(self) -> None:
+        offsets, hidden = self.index.indptr.tolist(), (self.start_visible - self.start).tolist()
+        for r, (a, b, first) in enumerate(zip(offsets, offsets[1:], hidden, strict=False)):
+            slots, entry = self.index.slots[a:b].cpu(), torch.arange(b - a)
+            follows = (entry % self.pages > 0) & (entry > first)
+            broken = (follows & (slots != slots.roll(1) + 1)).nonzero().flatten()
+            if broken.numel():
+                j = int(broken[0])
+                raise ValueError(
+                    f"pages: request {r}, entry {j} reads slot {int(slots[j])} after {int(slots[j - 1])}; expected "
+                    f"consecutive slots up to each multiple of {self.pages}"
+                )
 
     def validate_sight(self, *, first_queries: Sequence[int], ends: Sequence[int]) -> None:
         """Read the layout (waits for the device); raise ValueError unless each request's list is what it must be.
