@@ -100,7 +100,10 @@ def test_only_decodes_are_recorded_so() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["balanced", "seed"])
 def test_a_closed_recording_leaves_the_same_binaries(policy: str) -> None:
-    """Tracer absent, `record` closed: one binary each. Recording partials: the same again. Times: another one."""
+    """Tracer absent, `record` closed: one binary each. Recording partials: another one where states are kept for it.
+
+    Recording times: another one.
+    """
     inputs = Inputs(replace(WORK, dtype=torch.bfloat16, kv_dtype=torch.bfloat16), "cuda")
     ways = {way.name: way for way in recording._ways(inputs, "triton", policy)}
     found = {}
@@ -109,7 +112,8 @@ def test_a_closed_recording_leaves_the_same_binaries(policy: str) -> None:
             way.call()
             found[name] = launched(way.call)
     assert len(found["attnlab"]) >= 1
-    assert found["attnlab"] == found[CLOSED] == found[PARTIALS]
+    assert found["attnlab"] == found[CLOSED]
+    assert (found["attnlab"] == found[PARTIALS]) == (policy == "seed"), "even shares leave states of answers out"
     assert found["attnlab"] != found[TIMES]
 
 
