@@ -401,7 +401,7 @@ def _extend_hopper_kernel(
             v_new_stride_token,
             k_new_boxes,
             v_new_boxes,
-            first_token.to(tl.int32),
+            tl.load(q_indptr_ptr + req),  # again: what was kept would spill in the loops
             k_column,
             v_column,
             scale,
