@@ -79,25 +79,28 @@ SPILLS = {
             "extend for Hopper: gqa 4 x 128, fp16",
             "extend for Hopper: gqa 4 x 128, pages of 16",
             "extend for Hopper: mha 128 (OLMo-2)",
+            "extend in one pass for Hopper: gqa 4 x 128 (Llama-3), pages of 64",
         ),
-        8,
+        32,
     ),
     **dict.fromkeys(
         (
             "extend for Hopper: gqa 4 x 128, window (Mistral)",
-            "extend for Hopper: gqa 6 x 128, cap, temperature (Grok)",
+            "extend for Hopper: gqa 4 x 128 (Llama-3), pages of 64",
             "extend for Hopper: mha 96 (Phi-3)",
             "extend for Hopper: mha 80 (StableLM)",
         ),
         48,
     ),
+    "extend for Hopper: gqa 4 x 128 (Llama-3), gathered": 8,
+    "extend for Hopper: gqa 6 x 128, cap, temperature (Grok)": 120,
     "extend for Hopper: gqa 5 x 128, chunk, temperature (Llama-4)": 168,
 }
 """Bytes a thread that may spill. Gemma: tiles that need two words less in registers take twice the time. In one pass:
 on sm_100, where nobody has timed anything yet. fp32 serves for checking; MLA in fp32 does not fit a gfx942.
 Latent rows, verify over even shares: none in a loop over keys; what lies around it gives way to the accumulator, and
 to drafts that are loaded ahead. Extend for Hopper: a few bytes buy a second program on each multiprocessor, which is
-worth twice the rate."""
+worth twice the rate; with boxes they are spilled outside of the loops over keys, but for Grok's."""
 
 
 def test_no_variant_spills(compiled: str) -> None:
@@ -129,7 +132,7 @@ from attnlab.inspect import resources
 words = ("fma.rn.f32", "mul.f32", "add.f32", "sub.f32", "max.f32", "ex2.approx")
 for variant in resources.variants(resources.TARGETS["sm_90"]):
     one_pass = variant.name.startswith("extend in one pass" + resources.FOR_HOPPER)
-    if one_pass or "Hopper: gqa 4 x 128, window" in variant.name:
+    if one_pass or "Hopper: gqa 4 x 128, window" in variant.name or "Hopper: gqa 4 x 128 (Llama-3)" in variant.name:
         lines = resources.ptx(variant).splitlines()
         scores = [i for i, line in enumerate(lines) if "wgmma.mma_async" in line and "m64n64" in line]
         values = [i for i, line in enumerate(lines) if "wgmma.mma_async" in line and "m64n128" in line]
@@ -144,7 +147,7 @@ def test_tiles_with_and_without_masks_are_attended_by_the_same_arithmetic(compil
     command = [sys.executable, "-c", LOOPS]
     done = subprocess.run(command, env=compiling, capture_output=True, text=True, check=True)
     loops = done.stdout.splitlines()
-    assert len(loops) >= 2 + 6 and len(set(loops)) == 1, loops
+    assert len(loops) >= 2 * 2 + 6 + 3 * 4 and len(set(loops)) == 1, loops
     assert all(int(count) > 0 for count in loops[0].split()), loops
 
 

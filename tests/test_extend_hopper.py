@@ -53,6 +53,8 @@ BOXES: list[tuple[Case, bool, bool]] = [
     (PAGES.but(id="boxes-scales", k_scale=0.5, v_scale=0.25), True, True),
     (PAGES.but(id="boxes-both-ways", causal=False), True, True),
     (PAGES.but(id="boxes-256", qk_dim=256, v_dim=256, prefix=(70,), new=(66,)), True, True),
+    (PAGES.but(id="boxes-nothing-cached", prefix=(0, 0), new=(70, 130)), False, True),
+    (PAGES.but(id="boxes-nothing-cached-one-pass", prefix=(0, 0), new=(70, 130), one_pass=True), True, False),
     (PAGES.but(id="boxes-one-pass", one_pass=True), True, False),
     (PAGES.but(id="boxes-read-back", read_back=True), True, True),
     (PAGES.but(id="boxes-of-new-keys", page_size=16), False, True),

@@ -177,8 +177,8 @@ def extend_hopper(call: ExtendCall, *, target: Target) -> None:
 def takes_boxes(spec: AttentionSpec) -> bool:
     """Whether whole tiles of this attention can be boxes.
 
-    Under a window or in chunks few tiles are seen whole, and lists begin anywhere: boxes would save nothing there, and
-    the registers that two more kinds of loop need would spill.
+    Under a window or in chunks few tiles are seen whole, and lists begin anywhere: boxes save nothing there, and more
+    registers would spill.
     """
     return not spec.sight.partial and fits_box(spec.qk_dim) and fits_box(spec.v_dim)
 
@@ -187,16 +187,23 @@ def boxes_of_call(call: ExtendCall, k_new: Tensor, v_new: Tensor, *, block_n: in
     """Return the descriptors of cached keys and values, and of new ones, which are `k_new` and `v_new`.
 
     A pair is None where the call does not read it, or where its tiles must be gathered: keys whose slots are not known
-    to be consecutive, and memory that a box cannot be laid over.
+    to be consecutive, and memory that a box cannot be laid over. A prompt of which nothing is cached has boxes of its
+    new keys alone: a loop with more of them, which it would not enter, costs registers.
     """
     cached = new = NO_BOXES
     if takes_boxes(call.spec):
         k, v = rows_of_pages(call.view.k), rows_of_pages(call.view.v)
-        if call.parts != "new" and call.lane.layout.pages % block_n == 0 and k is not None and v is not None:
+        if _lists_whole_tiles(call, block_n) and k is not None and v is not None:
             cached = boxes_of(k, v, block_n=block_n)
         if call.parts != "cached" and not call.one_pass:
             new = boxes_of(k_new, v_new, block_n=block_n)
     return *cached, *new
+
+
+def _lists_whole_tiles(call: ExtendCall, block_n: int) -> bool:
+    """Whether there are cached keys to read, and tiles of their list are consecutive slots."""
+    layout = call.lane.layout
+    return call.parts != "new" and layout.index.slots.shape[0] > 0 and layout.pages % block_n == 0
 
 
 def hopper_constants(
@@ -401,7 +408,7 @@ def _extend_hopper_kernel(
             v_new_stride_token,
             k_new_boxes,
             v_new_boxes,
-            first_token.to(tl.int32),
+            tl.load(q_indptr_ptr + req),  # again: what was kept would spill in the loops
             k_column,
             v_column,
             scale,

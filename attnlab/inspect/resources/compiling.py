@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,17 @@ SCALARS = {"scale": "fp32", "softcap": "fp32", "scale_cached": "fp32", "v_scale"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One compilation of a kernel: pointer types by argument, compile-time values, launch options."""
+    """One compilation of a kernel: pointer types by argument, compile-time values, launch options.
+
+    `boxes`: dtype, rows and columns of what descriptors fetch, by argument.
+    """
 
     name: str
     kernel: Any
     pointers: dict[str, torch.dtype]
     constants: dict[str, Any]
     options: dict[str, Any]
+    boxes: dict[str, tuple[torch.dtype, int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +110,9 @@ def _source(variant: Variant) -> Any:
 def _argument_type(name: str, variant: Variant) -> str:
     if name in variant.constants:
         return "constexpr"
+    if name in variant.boxes:
+        dtype, rows, columns = variant.boxes[name]
+        return f"tensordesc<{TYPES[dtype]}[{rows},{columns}]>"
     if name.endswith("_ptr"):
         return f"*{TYPES[variant.pointers.get(name, torch.int32)]}"
     return SCALARS.get(name, "i32")

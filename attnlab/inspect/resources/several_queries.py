@@ -45,8 +45,13 @@ def extend_variant(
     )
 
 
-def extend_hopper_variant(shape: Shape, target: Target, *, one_pass: bool = False) -> Variant:
-    """Return an extend for Hopper, as its launcher would compile it."""
+def extend_hopper_variant(
+    shape: Shape, target: Target, *, one_pass: bool = False, pages: int = 1, gathered: bool = False
+) -> Variant:
+    """Return an extend for Hopper, as its launcher would compile it.
+
+    `pages`: of a table's, as many slots; `gathered`: the call's own keys lie so that no box can be laid over them.
+    """
     constants, options = extend_hopper.hopper_constants(
         spec=shape.spec(),
         view=shape.view(),
@@ -58,12 +63,21 @@ def extend_hopper_variant(shape: Shape, target: Target, *, one_pass: bool = Fals
         has_lse=shape.sinks,
         all_narrow=True,
     )
+    rows, takes = constants["BLOCK_N"], extend_hopper.takes_boxes(shape.spec())
+    k, v = (shape.kv_dtype, rows, shape.qk_dim), (shape.kv_dtype, rows, shape.v_dim)
+    cached = {"k_boxes": k, "v_boxes": v} if takes and pages % rows == 0 else {}
+    new = {"k_new_boxes": k, "v_new_boxes": v} if takes and not one_pass and not gathered else {}
+    boxes = {**cached, **new}
+    unused = {name: None for name in ("k_boxes", "v_boxes", "k_new_boxes", "v_new_boxes") if name not in boxes}
     return Variant(
-        name=f"extend{' in one pass' * one_pass}{FOR_HOPPER}{shape.name}",
+        name=f"extend{' in one pass' * one_pass}{FOR_HOPPER}{shape.name}"
+        + f", pages of {pages}" * (pages > 1)
+        + ", gathered" * gathered,
         kernel=extend_hopper._extend_hopper_kernel,
         pointers=_several(shape),
-        constants=constants,
+        constants={**constants, **unused},
         options=options,
+        boxes=boxes,
     )
 
 
