@@ -178,7 +178,7 @@ class AttentionBackend:
         if out is None:
             out = q.new_empty(lane.splits.reqs, attention.heads, attention.v_dim)
         keeps = keeps or self.tracer is not None
-        self.workspace.whole = keeps or not lane.schedule.persistent
+        self.workspace.complete = keeps or not lane.schedule.persistent
         repeat = None if keeps else lane.repeats.get((self.workspace, attention))
         if repeat is not None and aux is lse is None and repeat.fits(view, q, out, sinks):
             self._store(spec, lane, k, v, save=save)
@@ -348,7 +348,7 @@ class AttentionBackend:
             self.tracer.check_queries(layer, call.queries)
         if save and k is not None:
             self.pool.store(spec.pool_layer, lane.write_slots, k, None if view.v_in_k else v)
-        self.workspace.whole = keeps or not lane.schedule.persistent
+        self.workspace.complete = keeps or not lane.schedule.persistent
         self.engine.verify(call)
         if self.tracer is not None:
             self.tracer.attended(call)
@@ -375,7 +375,7 @@ class AttentionBackend:
         Raises RuntimeError where the last call did not keep all of them.
         """
         require(
-            self.workspace.whole,
+            self.workspace.complete,
             "partials: the last call left the states of some ranges out, whose answers needed no merge; pass "
             "keeps=True to decode or verify",
             RuntimeError,

@@ -71,7 +71,7 @@ class Workspace:
     """Partials for the largest plan, in flat buffers; one accumulator buffer per distinct value dimension.
 
     It holds `max_ranges` ranges, of up to `max_drafts` query tokens each (a decode has one), of `heads` query heads.
-    `whole`: whether the last call left the state of every range here.
+    `complete`: whether the last call left the state of every range here.
     Raises ValueError, with the bytes needed, where a GPU has not that much memory free.
     """
 
@@ -79,7 +79,7 @@ class Workspace:
         self, *, max_ranges: int, max_drafts: int, heads: int, v_dims: Collection[int], device: torch.device | str
     ) -> None:
         self.max_ranges, self.max_drafts, self.heads = max_ranges, max_drafts, heads
-        self.whole = True
+        self.complete = True
         self.rows = rows = max_ranges * max_drafts * heads
         self.bytes = sum(scratch_bytes(partials=rows, group=1, v_dim=d) for d in sorted(set(v_dims)))
         device = torch.device(device)
