@@ -178,10 +178,11 @@ class AttentionBackend:
         if out is None:
             out = q.new_empty(lane.splits.reqs, attention.heads, attention.v_dim)
         keeps = keeps or self.tracer is not None
-        self.workspace.complete = keeps or not lane.schedule.persistent
+        complete = keeps or not lane.schedule.persistent
         repeat = None if keeps else lane.repeats.get((self.workspace, attention))
         if repeat is not None and aux is lse is None and repeat.fits(view, q, out, sinks):
             self._store(spec, lane, k, v, save=save)
+            self.workspace.complete = complete
             with launching_on(self.pool.device):
                 repeat.launch(view, q, out, sinks)
             return out
@@ -201,6 +202,7 @@ class AttentionBackend:
         if self.tracer is not None:
             call = replace(call, times=self.tracer.times_for(call))
         self._store(spec, lane, k, v, save=save)
+        self.workspace.complete = complete
         repeat = self.engine.decode(call)
         if repeat is not None:
             lane.repeats[self.workspace, attention] = repeat
@@ -342,13 +344,13 @@ class AttentionBackend:
             sinks=sinks,
             aux=aux,
             batch_invariant=self.deterministic,
-            keeps=keeps,
+            keeps=keeps or self.tracer is not None,
         )
         if self.tracer is not None:
             self.tracer.check_queries(layer, call.queries)
         if save and k is not None:
             self.pool.store(spec.pool_layer, lane.write_slots, k, None if view.v_in_k else v)
-        self.workspace.complete = keeps or not lane.schedule.persistent
+        self.workspace.complete = call.keeps or not lane.schedule.persistent
         self.engine.verify(call)
         if self.tracer is not None:
             self.tracer.attended(call)

@@ -187,7 +187,7 @@ class TritonEngine:
                 split = decode_latent.decode_latent(call, target=self.target)
             else:
                 split = decode_shares.decode_shares(call, target=self.target)
-                if call.lane.schedule.whole:
+                if call.lane.schedule.uncut:
                     return Repeat.of(call, split)
             return Repeat.of(call, split, triton_decode.decode_merge(call, target=self.target))
 

@@ -179,20 +179,60 @@ def test_partials_are_the_oracles_for_each_range_alone_or_not(engine: str, devic
 def test_states_of_whole_answers_are_left_out_and_said_to_be(engine: str, device: str) -> None:
     stand = Stand(TOY.but(policy=Few(count=4), heads=40, lens=(200, 5, 0, 96), sinks=True), engine, device)
     plan = stand.plan()
+    owners = plan.lane(1).schedule.merge_indptr.tolist()
+    alone = [first for first, last in pairwise(owners) if last - first == 1]
+    stand.backend.workspace.fill(float("nan"))
     kept = stand.run(plan, keeps=True)
-    assert stand.backend.partials(1, plan).acc.isfinite().any()
+    assert alone and stand.backend.partials(1, plan).acc[alone].isfinite().all()
     stand.backend.workspace.fill(float("nan"))
     for a, b in zip(kept, stand.run(plan), strict=True):
         assert torch.equal(a, b)
     with pytest.raises(RuntimeError, match=r"^partials: the last call left .*; pass keeps=True to decode or verify$"):
         stand.backend.partials(1, plan)
     if engine == "triton":  # eager leaves them all
-        owners = plan.lane(1).schedule.merge_indptr.tolist()
-        alone = [first for first, last in pairwise(owners) if last - first == 1]
         left = stand.backend.workspace.partials(count=owners[-1], group=20, v_dim=stand.spec.v_dim)
-        assert alone and left.acc[alone].isnan().all() and left.max[alone].isnan().all()
+        assert left.acc[alone].isnan().all() and left.max[alone].isnan().all()
+    # A call that is refused leaves nothing, and what was left is as it was.
+    with pytest.raises(TypeError, match="^q: "):
+        stand.backend.decode(1, stand.q.double(), None, None, plan, sinks=stand.sinks, save=False, keeps=True)
+    with pytest.raises(RuntimeError, match="^partials: "):
+        stand.backend.partials(1, plan)
     stand.run(plan, keeps=True)
+    with pytest.raises(TypeError, match="^q: "):
+        stand.backend.decode(1, stand.q.double(), None, None, plan, sinks=stand.sinks, save=False)
     stand.backend.partials(1, plan)
+
+
+def test_states_of_drafts_are_left_out_where_they_are_answers() -> None:
+    case = CHAIN.but(prefix=(400, 300, 5, 40), new=(20, 5, 2, 3), policy=Few(count=4))
+    stand = SeveralStand(case, *ENGINES[-1])
+    plan = stand.backend.plan(stand.batch)
+    owners = plan.lane(1).schedule.merge_indptr.tolist()
+    alone = [first for first, last in pairwise(owners) if last - first == 1]
+    shape = {"count": plan.lane(1).schedule.partials, "group": 20 * stand.spec.group, "v_dim": stand.spec.v_dim}
+    assert alone and len(alone) < len(owners) - 1
+    outs = []
+    for keeps in (True, False):
+        stand.backend.workspace.fill(float("nan"))
+        outs.append(stand.backend.verify(1, *stand.new(), plan, keeps=keeps))
+        left = stand.backend.workspace.partials(**shape).max[alone]
+        assert left.isnan().all() != keeps
+    assert torch.equal(*outs)
+    with pytest.raises(RuntimeError, match="^partials: "):
+        stand.backend.partials(1, plan)
+
+
+def test_a_schedule_whose_lists_are_cut_is_not_uncut() -> None:
+    ctx = context()
+    splits = cut(Few(count=4), [200, 5, 96], ctx)
+    schedule = Schedule.of(Few(count=4), splits, ctx)
+    schedule.validate(splits)
+    with pytest.raises(
+        ValueError, match=r"^uncut: request 0, KV head 0 has \d+ partials, and nothing would merge them$"
+    ):
+        replace(schedule, uncut=True).validate(splits)
+    with pytest.raises(ValueError, match="^uncut: expected a persistent schedule"):
+        replace(schedule, uncut=True, persistent=False)
 
 
 def test_of_short_lists_nothing_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +242,7 @@ def test_of_short_lists_nothing_is_merged(monkeypatch: pytest.MonkeyPatch) -> No
         merged = Stand(case.but(policy="seed"), *ENGINES[-1]).run()
         stand = Stand(case, *ENGINES[-1])
         plan = stand.plan()
-        assert plan.lane(1).schedule.whole
+        assert plan.lane(1).schedule.uncut
         with monkeypatch.context() as patch:
             patch.setattr("attnlab.kernels.decode.decode_merge", forbidden)
             stand.backend.workspace.fill(float("nan"))
@@ -211,7 +251,7 @@ def test_of_short_lists_nothing_is_merged(monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(lse, merged[1], **LSE)
         stand.check()
     longer = Stand(short.but(window=129), *ENGINES[-1]).plan()
-    assert not longer.lane(1).schedule.whole
+    assert not longer.lane(1).schedule.uncut
 
 
 def forbidden(*_: object, **__: object) -> None:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -90,6 +91,14 @@ def test_partials_are_the_oracles_for_each_range_alone_or_not(engine: str, devic
             out, lse = oracle.attention(stand.q[r], k, v, scale=stand.spec.scale)
             torch.testing.assert_close(partials.lse[p].double(), lse, **LSE)
             torch.testing.assert_close(partials.output[p].double(), out, **OUTPUT[torch.bfloat16])
+    kept = stand.run(plan, keeps=True)
+    stand.backend.workspace.fill(float("nan"))
+    for a, b in zip(kept, stand.run(plan), strict=True):
+        assert torch.equal(a, b)
+    if engine == "triton":  # eager leaves all states
+        alone = [first for first, last in pairwise(owners) if last - first == 1]
+        left = stand.backend.workspace.partials(count=owners[-1], group=stand.spec.group, v_dim=stand.spec.v_dim)
+        assert left.acc[alone].isnan().all()
 
 
 @engines

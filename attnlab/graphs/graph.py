@@ -98,6 +98,7 @@ class Graph:
         self._result: Any = None
         if self._graph is not None:
             self._result = recorded_in(self._graph, lambda: self._checked(self._memory.first))
+            self._complete = backend.workspace.complete
 
     @property
     def mask(self) -> Tensor | None:
@@ -161,6 +162,7 @@ class Graph:
         else:
             with launching_on(self.backend.pool.device):
                 self._graph.replay()
+            self.backend.workspace.complete = self._complete
         return _cut(self._result, self._live)
 
     @without_gradients

@@ -94,7 +94,7 @@ def decode_latent(call: DecodeCall, *, target: Target) -> Launched | None:
 
 
 def latent_constants(
-    *, spec: AttentionSpec, view: KVView, target: Target, q_dtype: torch.dtype, has_lse: bool, keeps: bool = False
+    *, spec: AttentionSpec, view: KVView, target: Target, q_dtype: torch.dtype, has_lse: bool, keeps: bool
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on."""
     compute = compute_dtype(q_dtype, view.k.dtype)

@@ -73,8 +73,8 @@ def decode_shares(call: DecodeCall, *, target: Target) -> Launched | None:
     """Leave the softmax states of segments that are to be merged in `call.partials`, and whole answers in `call.out`.
 
     Computes: as `decode_split`; where a request has one segment of a KV head, what `decode_merge` computes of it too,
-    and where `call.keeps` its state as well. Under a `whole` schedule that is every answer: of requests without keys
-    too.
+    and where `call.keeps` its state as well. Under an `uncut` schedule that is every answer, those of requests without
+    keys too.
     Shapes: as `DecodeCall` has them.
     Grid: (programs, head tiles): a program owns its segments of the schedule, and up to 16 query heads of a group.
     Reads/writes: the keys and values of the segments' slots alone; of partials and outputs, its own rows.
@@ -100,7 +100,7 @@ def decode_shares(call: DecodeCall, *, target: Target) -> Launched | None:
         q_dtype=call.q.dtype,
         has_lse=call.lse is not None,
         keeps=call.keeps,
-        whole=schedule.whole,
+        uncut=schedule.uncut,
         held=target.held(schedule.programs * tiles),
         timed=call.times is not None,
     )
@@ -117,8 +117,8 @@ def shares_constants(
     q_dtype: torch.dtype,
     has_lse: bool,
     held: int,
-    keeps: bool = False,
-    whole: bool = False,
+    keeps: bool,
+    uncut: bool,
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on.
 
@@ -139,7 +139,7 @@ def shares_constants(
         "HAS_SINKS": spec.has_sinks,
         "HAS_LSE": has_lse,
         "KEEPS": keeps,
-        "WHOLE": whole,
+        "UNCUT": uncut,
         "NARROW": narrow(view.k, view.v),
         "STAGES": config.num_stages,
         "PDL": target.has_pdl,
@@ -245,7 +245,7 @@ def _decode_shares_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     KEEPS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    UNCUT: tl.constexpr,
     NARROW: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -266,7 +266,7 @@ def _decode_shares_kernel(
     list_start = tl.load(indptr_ptr + request)
     list_end = tl.load(indptr_ptr + request + 1)
     start = tl.load(start_ptr + request)
-    if WHOLE:
+    if UNCUT:
         # No merge follows, which would have answered for requests that nobody reads, as they have no keys.
         empty = tl.program_id(0)
         while empty < requests:

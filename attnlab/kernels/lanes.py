@@ -59,7 +59,7 @@ def lane_in_two_launches(work: LaneWork, cut: SharePolicy | SizeRule, target: Ta
             kv_heads=kv_heads,
             partials=work.ranges * kv_heads,
             persistent=shares > 0,
-            whole=shares > 0 and work.whole,
+            uncut=shares > 0 and work.uncut,
             head_tile=work.ctx.head_tile if shares else HEAD_TILE,
         ),
     )

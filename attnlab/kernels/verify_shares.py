@@ -50,7 +50,8 @@ from attnlab.spec import AttentionSpec
 
 BLOCK_NEW = 16
 """Drafts that are attended to at a time, the fewest that a tensor core multiplies. The first so many are loaded beside
-the queries: a program that has its multiprocessor alone would wait for them after the keys."""
+the queries, where that was timed (Hopper): a program that has its multiprocessor alone would wait for them after the
+keys. Elsewhere the registers that they take spill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,13 +195,14 @@ def verify_shares_constants(
     new_masked: bool,
     read_new: bool,
     has_lse: bool,
-    keeps: bool = False,
+    keeps: bool,
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on.
 
     `masked`: the bits of a mask are read for cached keys; `new_masked`: for drafts.
     """
     compute = compute_dtype(q_dtype, view.k.dtype)
+    answers = answers_alone(spec, view)
     config = VerifySharesConfig.choose(spec, target, compute=compute, kv_dtype=view.k.dtype, masked=masked, rows=rows)
     tiles = tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n)
     constants: dict[str, Any] = {
@@ -215,7 +217,8 @@ def verify_shares_constants(
         "PDL": target.has_pdl,
         "KV_HEADS": spec.kv_heads,
         "BLOCK_NEW": BLOCK_NEW,
-        "ANSWERS": answers_alone(spec, view),
+        "AHEAD": answers and read_new and (target.is_hopper or target.kind == "interpreter"),
+        "ANSWERS": answers,
         "READ_NEW": read_new,
         "ORDERED": ordered,
         "CAUSAL": spec.sight.causal,
@@ -313,6 +316,7 @@ def _verify_shares_kernel(
     PDL: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK_NEW: tl.constexpr,
+    AHEAD: tl.constexpr,
     ANSWERS: tl.constexpr,
     READ_NEW: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -378,6 +382,7 @@ def _verify_shares_kernel(
                 HAS_WINDOW,
                 HAS_CHUNK,
             )
+        if AHEAD:
             new_tile = load_new(
                 first_new,
                 tl.where(partials == 1, last_new, first_new),
@@ -509,45 +514,46 @@ def _verify_shares_kernel(
             if partials == 1:
                 acc = acc * v_scale
                 if READ_NEW:
-                    running_max, running_sum, acc = attend_loaded_new(
-                        running_max,
-                        running_sum,
-                        acc,
-                        q,
-                        q_rest,
-                        q_pos,
-                        q_number,
-                        token,
-                        head[:, None],
-                        mask_m,
-                        new_tile,
-                        first_new,
-                        last_new,
-                        first_token,
-                        positions_ptr,
-                        cached,
-                        bits_ptr,
-                        bits_row,
-                        num_bits,
-                        window,
-                        chunk,
-                        scale_new,
-                        softcap,
-                        aux_ptr,
-                        aux_stride_token,
-                        aux_stride_head,
-                        aux_width,
-                        BLOCK_NEW,
-                        BLOCK_R,
-                        HAS_SOFTCAP,
-                        TEMPERATURE_LEN,
-                        MOD,
-                        ORDERED,
-                        CAUSAL,
-                        NEW_MASK,
-                        HAS_WINDOW,
-                        HAS_CHUNK,
-                    )
+                    if AHEAD:
+                        running_max, running_sum, acc = attend_loaded_new(
+                            running_max,
+                            running_sum,
+                            acc,
+                            q,
+                            q_rest,
+                            q_pos,
+                            q_number,
+                            token,
+                            head[:, None],
+                            mask_m,
+                            new_tile,
+                            first_new,
+                            last_new,
+                            first_token,
+                            positions_ptr,
+                            cached,
+                            bits_ptr,
+                            bits_row,
+                            num_bits,
+                            window,
+                            chunk,
+                            scale_new,
+                            softcap,
+                            aux_ptr,
+                            aux_stride_token,
+                            aux_stride_head,
+                            aux_width,
+                            BLOCK_NEW,
+                            BLOCK_R,
+                            HAS_SOFTCAP,
+                            TEMPERATURE_LEN,
+                            MOD,
+                            ORDERED,
+                            CAUSAL,
+                            NEW_MASK,
+                            HAS_WINDOW,
+                            HAS_CHUNK,
+                        )
                     running_max, running_sum, acc = attend_new(
                         running_max,
                         running_sum,
@@ -559,7 +565,7 @@ def _verify_shares_kernel(
                         token,
                         head[:, None],
                         mask_m,
-                        first_new + BLOCK_NEW,
+                        first_new + BLOCK_NEW if AHEAD else first_new,
                         last_new,
                         first_token,
                         positions_ptr,

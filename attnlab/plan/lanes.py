@@ -96,7 +96,7 @@ class LaneWork:
         )
 
     @property
-    def whole(self) -> bool:
+    def uncut(self) -> bool:
         """Whether no list can be cut: all are short."""
         return self.asked is None and self.bounds.max_ranges == 1
 

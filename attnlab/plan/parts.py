@@ -30,7 +30,7 @@ def lane_of_parts(ops: PlanOps, work: LaneWork) -> Lane:
         ),
         write_slots=_write_slots(ops, work),
         splits=splits,
-        schedule=Schedule.of(work.policy, splits, work.ctx, whole=work.whole),
+        schedule=Schedule.of(work.policy, splits, work.ctx, uncut=work.uncut),
     )
 
 

@@ -31,9 +31,9 @@ class Schedule:
     Each segment leaves its own partial, a row of the scratch below `partials`. Those of (request r, KV head h) are
     `merge_indptr[r * kv_heads + h]` up to the next entry, in key order: whatever order the programs run in, the merge
     reads them so. All tensors are int32 and contiguous. `persistent`: the grid is of programs that walk through their
-    segments; else every segment is a program. `whole`: of a persistent one, no list is long enough to be cut, and
-    nothing is to be merged. A program packs `head_tile` query heads of a group. Call `validate` after changing a
-    schedule by hand.
+    segments; else every segment is a program. `uncut`: of a persistent one, no list is long enough to be cut; a merge
+    would find nothing, and is not launched where the split kernel looks after requests without keys (decode, but for
+    latent tiles). A program packs `head_tile` query heads of a group. Call `validate` after changing one by hand.
     """
 
     segments: Int[Tensor, "segments 5"]
@@ -42,7 +42,7 @@ class Schedule:
     kv_heads: int
     partials: int
     persistent: bool = False
-    whole: bool = False
+    uncut: bool = False
     head_tile: int = HEAD_TILE
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Schedule:
             contiguous(name, x)
             require(x.shape[0] >= 1, f"{name}: expected at least the entry 0, got none")
         contiguous("segments", self.segments)
-        require(self.persistent or not self.whole, "whole: expected a persistent schedule, whose programs give answers")
+        require(self.persistent or not self.uncut, "uncut: expected a persistent schedule, whose programs give answers")
 
     @property
     def programs(self) -> int:
@@ -70,13 +70,13 @@ class Schedule:
 
     @classmethod
     def of(
-        cls, policy: str | SplitPolicy | HostPolicy, splits: SplitPlan, ctx: SplitContext, *, whole: bool = False
+        cls, policy: str | SplitPolicy | HostPolicy, splits: SplitPlan, ctx: SplitContext, *, uncut: bool = False
     ) -> Schedule:
-        """Return the dealing that goes with a policy's cuts; `whole`: none of the lists can be cut."""
+        """Return the dealing that goes with a policy's cuts; `uncut`: none of the lists can be cut."""
         policy = resolve_policy(policy)
         if isinstance(policy, SharePolicy):
             dealt = cls.even_shares(splits, kv_heads=ctx.kv_heads, shares=policy.shares(ctx), tile=policy.tile)
-            return replace(dealt, head_tile=ctx.head_tile, whole=whole)
+            return replace(dealt, head_tile=ctx.head_tile, uncut=uncut)
         return cls.one_range_a_program(splits, kv_heads=ctx.kv_heads)
 
     @classmethod
@@ -174,6 +174,10 @@ class Schedule:
             for h in range(self.kv_heads):
                 at = r * self.kv_heads + h
                 merged = [range_at.get(partial) for partial in range(offsets[at], offsets[at + 1])]
+                require(
+                    len(merged) <= 1 or not self.uncut,
+                    f"uncut: request {r}, KV head {h} has {len(merged)} partials, and nothing would merge them",
+                )
                 require(
                     merged == [(r, h, start, end) for start, end in mine],
                     f"schedule: request {r}, KV head {h}: partials are not its own, in key order",

@@ -99,7 +99,6 @@ def decode_attention_fwd(
         out=output_rows("o", o, q, view),
         sinks=sinks,
         aux=aux,
-        keeps=True,
     )
     runner.decode(call)
     _fill(call, logits, lse)

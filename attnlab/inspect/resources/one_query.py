@@ -29,15 +29,22 @@ def split_variant(shape: Shape, target: Target) -> Variant:
     )
 
 
-def shares_variant(shape: Shape, target: Target, *, held: int = 4) -> Variant:
+def shares_variant(shape: Shape, target: Target, *, held: int = 4, keeps: bool = False, uncut: bool = False) -> Variant:
     """Return a decode over even shares, as its launcher would compile it."""
     constants, options = decode_shares.shares_constants(
-        spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype, has_lse=True, held=held
+        spec=shape.spec(),
+        view=shape.view(),
+        target=target,
+        q_dtype=shape.dtype,
+        has_lse=True,
+        held=held,
+        keeps=keeps,
+        uncut=uncut,
     )
     k, v = stored(shape.view())
     pointers = {**split_variant(shape, target).pointers, "k_ptr": k.dtype, "v_ptr": v.dtype}
     return Variant(
-        name=f"shares: {shape.name}" + (f", {held} a multiprocessor" if held < 4 else ""),
+        name=f"shares: {shape.name}" + (f", {held} a multiprocessor" if held != 4 else "") + ", states kept" * keeps,
         kernel=decode_shares._decode_shares_kernel,
         pointers={**pointers, "out_ptr": shape.dtype, "lse_ptr": torch.float32, "sinks_ptr": shape.dtype},
         constants={**constants, "TIMES": False, "times_ptr": None},
@@ -48,7 +55,7 @@ def shares_variant(shape: Shape, target: Target, *, held: int = 4) -> Variant:
 def latent_variant(shape: Shape, target: Target) -> Variant:
     """Return a decode of latent rows over even shares, as its launcher would compile it."""
     constants, options = decode_latent.latent_constants(
-        spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype, has_lse=True
+        spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype, has_lse=True, keeps=False
     )
     shares = shares_variant(shape, target)
     return Variant(

@@ -113,6 +113,7 @@ def verify_shares_variant(shape: Shape, target: Target, *, rows: int) -> Variant
         new_masked=shape.masked,
         read_new=True,
         has_lse=True,
+        keeps=False,
     )
     k, v = stored(shape.view())
     return Variant(

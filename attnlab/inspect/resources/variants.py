@@ -21,7 +21,20 @@ from attnlab.inspect.resources.several_queries import (
     verify_shares_variant,
     verify_variant,
 )
-from attnlab.inspect.resources.shapes import BYTES, FP8, GQA, LATENT, MERGED, MHA, MLA, SHAPES, SHARED, TREE, WINDOW
+from attnlab.inspect.resources.shapes import (
+    BYTES,
+    FP8,
+    GQA,
+    LATENT,
+    MERGED,
+    MHA,
+    MLA,
+    SHAPES,
+    SHARED,
+    SHORT,
+    TREE,
+    WINDOW,
+)
 from attnlab.kernels import extend_hopper, index, lane_counts, lane_lists
 from attnlab.kernels.target import Target
 from attnlab.plan import size_rules
@@ -42,6 +55,8 @@ def variants(target: Target) -> Iterator[Variant]:
     if target.is_hopper:
         for shape, held in ((GQA, 1), (BYTES, 2), (MLA, 1)):
             yield shares_variant(shape, target, held=held)
+        yield shares_variant(SHORT, target, held=8, uncut=True)
+        yield shares_variant(GQA, target, keeps=True)
         for shape in LATENT:
             yield latent_variant(shape, target)
     for ranges in (1, 66):
