@@ -64,6 +64,16 @@ def test_a_graph_is_captured_on_its_pools_device_whichever_is_current() -> None:
     assert set(server.run(40)) == set(MODES)
 
 
+@pytest.mark.gpu
+def test_a_replay_leaves_states_out_if_its_capture_did() -> None:
+    server = Server("plain", engine="triton", policy="balanced", device=DEVICE, modes=["decode"])
+    server.run(5)
+    graph, workspace = server.graphs["decode"], server.backend.workspace
+    workspace.complete = True
+    graph.replay(graph.latest)
+    assert not workspace.complete
+
+
 def captured(mode: str = "decode", pool: str = "plain", **options: object) -> tuple[Server, graphs.Graph]:
     server = Server(pool, engine=ENGINE, policy="seed", device=DEVICE, modes=[mode], **options)  # type: ignore[arg-type]
     return server, server.graphs[mode]
