@@ -177,7 +177,7 @@ class AttentionBackend:
         q, attention = _split_heads(q, spec), spec.attention
         if out is None:
             out = q.new_empty(lane.splits.reqs, attention.heads, attention.v_dim)
-        keeps = keeps or self.tracer is not None
+        keeps = _flag("keeps", keeps) or self.tracer is not None
         complete = keeps or not lane.schedule.persistent
         repeat = None if keeps else lane.repeats.get((self.workspace, attention))
         if repeat is not None and aux is lse is None and repeat.fits(view, q, out, sinks):
@@ -344,7 +344,7 @@ class AttentionBackend:
             sinks=sinks,
             aux=aux,
             batch_invariant=self.deterministic,
-            keeps=keeps or self.tracer is not None,
+            keeps=_flag("keeps", keeps) or self.tracer is not None,
         )
         if self.tracer is not None:
             self.tracer.check_queries(layer, call.queries)
@@ -374,8 +374,11 @@ class AttentionBackend:
     def partials(self, layer: int, plan: DecodePlan | VerifyPlan) -> Partials:
         """Return the scratch of this layer and plan: after a call that keeps states, and until the next, every range's.
 
-        Raises RuntimeError where the last call did not keep all of them.
+        Whose call was the last is not asked. Raises RuntimeError where it did not keep all states: on every engine, so
+        that what works on one does on the others.
         """
+        right = isinstance(plan, DecodePlan | VerifyPlan)
+        require(right, f"plan: expected a DecodePlan or VerifyPlan, got {describe(plan)}", TypeError)
         require(
             self.workspace.complete,
             "partials: the last call left the states of some ranges out, whose answers needed no merge; pass "
@@ -506,6 +509,12 @@ def _check_stored(layer: int, k: Tensor | None, v: Tensor | None) -> None:
         k is None and v is None,
         f"k, v: layer {layer} reads an encoder's keys, which were stored when the encoder ran; pass None for both",
     )
+
+
+def _flag(name: str, value: bool) -> bool:
+    if value is not True and value is not False:
+        raise TypeError(f"{name}: expected a bool, got {value!r}")
+    return value
 
 
 def _split_heads(q: Tensor, layer: LayerSpec) -> Tensor:

@@ -192,6 +192,11 @@ def test_states_of_whole_answers_are_left_out_and_said_to_be(engine: str, device
     if engine == "triton":  # eager leaves them all
         left = stand.backend.workspace.partials(count=owners[-1], group=20, v_dim=stand.spec.v_dim)
         assert left.acc[alone].isnan().all() and left.max[alone].isnan().all()
+    for wrong in ("no", 1, None):
+        with pytest.raises(TypeError, match=f"^keeps: expected a bool, got {wrong!r}$"):
+            stand.run(plan, keeps=wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="^plan: expected a DecodePlan or VerifyPlan, got "):
+        stand.backend.partials(1, None)  # type: ignore[arg-type]
     # A call that is refused leaves nothing, and what was left is as it was.
     with pytest.raises(TypeError, match="^q: "):
         stand.backend.decode(1, stand.q.double(), None, None, plan, sinks=stand.sinks, save=False, keeps=True)

@@ -73,7 +73,9 @@ class SplitsExplorer(Explorer):
         }
 
     def _look(self, state: dict[str, Any]) -> tuple[Picture, str]:
-        lens, ctx = self._batch.lens(self.controls["batch"].value), self._fixed.context()
+        lens = self._batch.lens(self.controls["batch"].value)
+        # As a plan of this batch would ask.
+        ctx = replace(self._fixed.context(), requests=max(1, len(lens)), longest=max([1, *lens]))
         chosen = [policy_of(state["policy"], self.controls["parameter"].value)]
         other = None if state["compare"] is None else resolve_policy(state["compare"])
         if other is not None and other != chosen[0]:  # compared with itself a policy would be seen twice
