@@ -134,8 +134,7 @@ def test_boxes_of_a_shared_prefix_agree_with_the_oracle(
 def test_a_table_without_pages_is_gathered_with_the_same_bits(
     case: Case, launches: list[ExtendCall], boxes: list[tuple[bool, bool]]
 ) -> None:
-    paged, plain = Stand(case, "triton", "cpu"), Stand(case, "triton", "cpu")
-    plain.backend.table.page_size = 1
+    paged, plain = (Stand(case.but(paged_table=has_pages), "triton", "cpu") for has_pages in (True, False))
     for mine, other in zip(plain.run(), paged.run(), strict=True):
         assert torch.equal(mine, other)
     assert boxes == [(False, not case.one_pass), (True, not case.one_pass)]

@@ -442,6 +442,13 @@ def counted_lines() -> Iterator[Counter[str]]:
         sys.settrace(before)
 
 
+def test_the_pages_of_a_table_stay_what_they_are() -> None:
+    t = paged_table()
+    with pytest.raises(AttributeError, match="page_size"):
+        t.page_size = 1  # type: ignore[misc]
+    assert t.page_size == 4
+
+
 def test_requests_share_whole_pages_of_a_prefix() -> None:
     t = paged_table()
     first, second = t.admit(), t.admit()

@@ -34,10 +34,20 @@ WIDE = AttentionSpec(heads=4, kv_heads=2, qk_dim=8, v_dim=8, scale=0.3)
 
 
 class Server:
-    """Requests of some lengths in a cache, and a backend over it. Layer 0 sees all keys, layer 1 those of `sight`."""
+    """Requests of some lengths in a cache, and a backend over it. Layer 0 sees all keys, layer 1 those of `sight`.
+
+    The table keeps requests in the pool's pages, or in those of `table_pages`.
+    """
 
     def __init__(
-        self, lens: list[int], *, pool: str = "plain", page_size: int = 1, engine: str = "eager", **sight: int
+        self,
+        lens: list[int],
+        *,
+        pool: str = "plain",
+        page_size: int = 1,
+        table_pages: int | None = None,
+        engine: str = "eager",
+        **sight: int,
     ) -> None:
         self.model = ModelSpec(
             name="two kinds",
@@ -57,7 +67,7 @@ class Server:
             max_context=4096,
             num_slots=self.pool.num_slots,
             device=DEVICE,
-            page_size=page_size,
+            page_size=page_size if table_pages is None else table_pages,
         )
         self.cache = PagedCache(table=self.table, pool=self.pool)
         settle = tell_spaces_apart(self.pool)
@@ -268,8 +278,7 @@ def test_a_layout_knows_how_many_entries_are_consecutive_slots(
 
 
 def test_a_table_that_knows_of_no_pages_promises_none() -> None:
-    server = Server([200], page_size=64)
-    server.table.page_size = 1
+    server = Server([200], page_size=64, table_pages=1)
     batch = ExtendBatch.of(rows=server.rows, prefix=[150], new=[50], device=DEVICE)
     assert server.plan(batch).lane(0).layout.pages == 1
 
@@ -306,11 +315,9 @@ def test_validate_finds_a_page_that_is_torn() -> None:
 
 
 def test_a_graph_bakes_in_how_many_entries_are_consecutive() -> None:
-    server = Server([200], page_size=64)
-    batch = ExtendBatch.of(rows=server.rows, prefix=[150], new=[50], device=DEVICE)
-    paged = server.plan(batch)
-    server.table.page_size = 1
-    found = differences(numbers_of(paged), numbers_of(server.plan(batch)))
+    paged, plain = Server([200], page_size=64), Server([200], page_size=64, table_pages=1)
+    batch = ExtendBatch.of(rows=paged.rows, prefix=[150], new=[50], device=DEVICE)
+    found = differences(numbers_of(paged.plan(batch)), numbers_of(plain.plan(batch)))
     assert "lanes[0].layout.pages: captured 64, got 1" in found
 
 

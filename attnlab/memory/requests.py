@@ -49,13 +49,18 @@ class RequestTable:
         positive("num_slots", num_slots)
         positive("page_size", page_size)
         self.num_slots = num_slots
-        self.page_size = page_size
+        self._page_size = page_size
         self.slots: Int[Tensor, "max_requests max_context"] = torch.zeros(
             max_requests, max_context, dtype=torch.int32, device=device
         )
         self._lengths: dict[int, int] = {}
         self._pages: dict[int, list[int]] = {}
         self._free = list(range(max_requests))
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page, in which every request lies; 1 where requests lie anywhere."""
+        return self._page_size
 
     @property
     def max_requests(self) -> int:
