@@ -47,7 +47,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "cap": {"softcap": 5.0, "temperature_len": 32},
     "sinks": {"sinks": True},
     "scales": {"k_scale": 0.5, "v_scale": 0.25},
     "both ways": {"causal": False},
@@ -61,6 +60,8 @@ GATHERED: dict[str, dict[str, Any]] = {
     "window": {"window": 100, "sinks": True},
     "window in one pass": {"window": 100, "one_pass": True},
     "chunk": {"chunk": 128},
+    "cap": {"softcap": 5.0},
+    "temperature": {"temperature_len": 32},
 }
 
 

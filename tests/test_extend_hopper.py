@@ -49,7 +49,7 @@ BOXES: list[tuple[Case, bool, bool]] = [
     (PAGES.but(id="boxes-fp8", dtype=torch.bfloat16, kv_dtype=FP8, k_scale=0.05, v_scale=0.2), True, True),
     (PAGES.but(id="boxes-wide-values", qk_dim=16, v_dim=64), True, True),
     (PAGES.but(id="boxes-mqa", kv_heads=1, heads=2), True, True),
-    (PAGES.but(id="boxes-cap", softcap=5.0, temperature_len=32, sinks=True), True, True),
+    (PAGES.but(id="boxes-sinks", sinks=True), True, True),
     (PAGES.but(id="boxes-scales", k_scale=0.5, v_scale=0.25), True, True),
     (PAGES.but(id="boxes-both-ways", causal=False), True, True),
     (PAGES.but(id="boxes-256", qk_dim=256, v_dim=256, prefix=(70,), new=(66,)), True, True),
@@ -63,6 +63,8 @@ BOXES: list[tuple[Case, bool, bool]] = [
     (PAGES.but(id="no-boxes-window", window=100), False, False),
     (PAGES.but(id="no-boxes-window-one-pass", window=100, one_pass=True), False, False),
     (PAGES.but(id="no-boxes-chunk", chunk=128), False, False),
+    (PAGES.but(id="no-boxes-cap", softcap=5.0), False, False),
+    (PAGES.but(id="no-boxes-temperature", temperature_len=32), False, False),
     (PAGES.but(id="no-boxes-80", qk_dim=80, v_dim=80), False, False),
     (PAGES.but(id="no-boxes-192", qk_dim=192, v_dim=128, prefix=(70,), new=(66,)), False, False),
 ]

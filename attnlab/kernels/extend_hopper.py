@@ -178,9 +178,12 @@ def takes_boxes(spec: AttentionSpec) -> bool:
     """Whether whole tiles of this attention can be boxes.
 
     Under a window or in chunks few tiles are seen whole, and lists begin anywhere: boxes save nothing there, and more
-    registers would spill.
+    registers would spill. Caps and temperatures already take what registers there are: boxes would more than double
+    the spills of Grok's shape (48 to 120 bytes), some of them inside the loops over keys, and nobody has timed whether
+    they pay for that.
     """
-    return not spec.sight.partial and fits_box(spec.qk_dim) and fits_box(spec.v_dim)
+    capped = spec.softcap is not None or spec.temperature_len is not None
+    return not spec.sight.partial and not capped and fits_box(spec.qk_dim) and fits_box(spec.v_dim)
 
 
 def boxes_of_call(call: ExtendCall, k_new: Tensor, v_new: Tensor, *, block_n: int) -> tuple[Any, Any, Any, Any]:
