@@ -63,10 +63,11 @@ def extend_hopper_variant(
         has_lse=shape.sinks,
         all_narrow=True,
     )
-    rows, takes = constants["BLOCK_N"], extend_hopper.takes_boxes(shape.spec())
+    rows = constants["BLOCK_N"]
+    of_cached, of_new = extend_hopper.reads_boxes(shape.spec(), run=pages, one_pass=one_pass, parts="all", block_n=rows)
     k, v = (shape.kv_dtype, rows, shape.qk_dim), (shape.kv_dtype, rows, shape.v_dim)
-    cached = {"k_boxes": k, "v_boxes": v} if takes and pages % rows == 0 else {}
-    new = {"k_new_boxes": k, "v_new_boxes": v} if takes and not one_pass and not gathered else {}
+    cached = {"k_boxes": k, "v_boxes": v} if of_cached else {}
+    new = {"k_new_boxes": k, "v_new_boxes": v} if of_new and not gathered else {}
     boxes = {**cached, **new}
     unused = {name: None for name in ("k_boxes", "v_boxes", "k_new_boxes", "v_new_boxes") if name not in boxes}
     return Variant(
