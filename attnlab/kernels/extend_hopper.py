@@ -509,6 +509,7 @@ def _attend_span(
     all see whole come in the middle, without masks; PART 0 and 2 are the tiles in front of and behind them.
     Those in the middle are boxes where there are any: rows from the tile's first slot on, or from `first_row + at` on.
     """
+    tl.static_assert(k_boxes is None or (v_boxes is not None and BLOCK_R == 0))
     # 1. The first key that any query sees, and the first that all of them see.
     seen_from = start_visible
     whole_from = start_visible
