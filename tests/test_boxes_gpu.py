@@ -18,6 +18,7 @@ from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.requests import RequestTable
 from attnlab.plan.extend_call import ExtendCall
 from attnlab.spec import AttentionSpec, ModelSpec
+from tests import test_cross
 from tests.extend_cases import Case, Stand
 from tests.tolerances import LSE, OUTPUT
 
@@ -108,6 +109,12 @@ def test_a_shared_prefix_agrees_with_the_oracle(shape: str, boxes: list[tuple[bo
     stand.share(128)
     stand.check()
     assert boxes == [(True, True)]
+
+
+def test_an_encoders_keys_come_in_boxes(boxes: list[tuple[bool, bool]]) -> None:
+    case = test_cross.TOY.but(id="boxes", page_size=64, qk_dim=128, v_dim=128, dtype=BF16, kv_dtype=BF16)
+    test_cross.Stand(case, "triton", "cuda").check("extend")
+    assert boxes == [(True, False)]
 
 
 @pytest.mark.parametrize("one_pass", [False, True], ids=["two lists", "one pass"])

@@ -21,6 +21,7 @@ from attnlab.kernels.extend_hopper import HopperConfig, can_serve, has_tiles
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView
 from attnlab.plan.extend_call import ExtendCall
+from tests import test_cross
 from tests.cases import FP8
 from tests.extend_cases import CASES, Case, Stand
 from tests.strategies import extend_cases
@@ -130,6 +131,13 @@ def test_boxes_of_a_shared_prefix_agree_with_the_oracle(
     stand.share(128)
     stand.check()
     assert launches and boxes == [(True, True)]
+
+
+def test_boxes_of_an_encoders_keys_agree_with_the_oracle(
+    launches: list[ExtendCall], boxes: list[tuple[bool, bool]]
+) -> None:
+    test_cross.Stand(test_cross.TOY.but(page_size=64), "triton", "cpu").check("extend")
+    assert launches and boxes == [(True, False)]
 
 
 @pytest.mark.parametrize("case", [PAGES, PAGES.but(one_pass=True)], ids=["cached and new", "one pass"])
