@@ -1,7 +1,7 @@
 """Whole tiles of keys as boxes, which the copy engine of a Hopper GPU (TMA) fetches by itself.
 
 A gather holds an address for every row that a thread copies; a box needs two coordinates. It takes rows that lie one
-behind the other, so that a list of slots is read in boxes only where its layout says so (`KVLayout.pages`).
+behind the other, so that a list of slots is read in boxes only where its layout says so (`KVLayout.run`).
 """
 
 from __future__ import annotations

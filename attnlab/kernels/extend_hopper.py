@@ -205,7 +205,7 @@ def boxes_of_call(call: ExtendCall, k_new: Tensor, v_new: Tensor, *, block_n: in
     new keys alone: a loop with more of them, which it would not enter, costs registers.
     """
     layout, view = call.lane.layout, call.view
-    cached, new = reads_boxes(call.spec, run=layout.pages, one_pass=call.one_pass, parts=call.parts, block_n=block_n)
+    cached, new = reads_boxes(call.spec, run=layout.run, one_pass=call.one_pass, parts=call.parts, block_n=block_n)
     of_cached = of_new = NO_BOXES
     if cached and layout.index.slots.shape[0] > 0:
         of_cached = boxes_of(rows_of_pages(view.k), rows_of_pages(view.v), block_n=block_n)
