@@ -16,13 +16,13 @@ from attnlab.kernels.boxes import NO_BOXES
 from attnlab.kernels.target import Target
 from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.requests import RequestTable
-from attnlab.plan.extend_call import ExtendCall
 from attnlab.spec import AttentionSpec, ModelSpec
 from tests import test_cross
-from tests.extend_cases import Case, Stand
+from tests.extend_cases import Case, Stand, noted_boxes
 from tests.tolerances import LSE, OUTPUT
 
 pytestmark = pytest.mark.gpu
+boxes = noted_boxes
 
 BF16, FP16 = torch.bfloat16, torch.float16
 BASE = Case(
@@ -70,21 +70,6 @@ GATHERED: dict[str, dict[str, Any]] = {
 def hopper() -> None:
     if not Target.of(torch.device("cuda")).is_hopper:
         pytest.skip("needs a Hopper GPU")
-
-
-@pytest.fixture
-def boxes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
-    """Note of every launch whether cached keys are read in boxes, and new ones."""
-    noted: list[tuple[bool, bool]] = []
-    made = extend_hopper.boxes_of_call
-
-    def noting(call: ExtendCall, k_new: Tensor, v_new: Tensor, *, block_n: int) -> tuple[Any, ...]:
-        found = made(call, k_new, v_new, block_n=block_n)
-        noted.append((found[0] is not None, found[2] is not None))
-        return found
-
-    monkeypatch.setattr(extend_hopper, "boxes_of_call", noting)
-    return noted
 
 
 @pytest.mark.parametrize("one_pass", [False, True], ids=["two lists", "one pass"])

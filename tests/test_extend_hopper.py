@@ -23,10 +23,11 @@ from attnlab.memory.pool import KVView
 from attnlab.plan.extend_call import ExtendCall
 from tests import test_cross
 from tests.cases import FP8
-from tests.extend_cases import CASES, Case, Stand
+from tests.extend_cases import CASES, Case, Stand, noted_boxes
 from tests.strategies import extend_cases
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compiled kernels are chosen for what they were built for")
+boxes = noted_boxes
 
 MORE = [
     Case(id="whole", why="tiles that every query sees whole, cached and new", prefix=(70, 64, 0), new=(66, 96, 97)),
@@ -70,22 +71,6 @@ BOXES: list[tuple[Case, bool, bool]] = [
     (PAGES.but(id="no-boxes-192", qk_dim=192, v_dim=128, prefix=(70,), new=(66,)), False, False),
 ]
 """Whether cached keys are read in boxes, and new ones."""
-
-
-@pytest.fixture
-def boxes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
-    """Note of every launch whether cached keys are read in boxes, and new ones."""
-    noted: list[tuple[bool, bool]] = []
-    made = extend_hopper.boxes_of_call
-
-    def noting(call: ExtendCall, k_new: Tensor, v_new: Tensor, *, block_n: int) -> tuple[Any, ...]:
-        k, v, its_k, its_v = made(call, k_new, v_new, block_n=block_n)
-        assert (k is None, its_k is None) == (v is None, its_v is None)
-        noted.append((k is not None, its_k is not None))
-        return k, v, its_k, its_v
-
-    monkeypatch.setattr(extend_hopper, "boxes_of_call", noting)
-    return noted
 
 
 @pytest.fixture
