@@ -46,7 +46,7 @@ def device_of(engine: str, device: str, *, deterministic: bool) -> torch.device:
 class Layer:
     """A layer's attention and what keeps its keys: what every kind of case has. `why` says what no other case catches.
 
-    `mod` names a registered modifier, or is one.
+    `mod` names a registered modifier, or is one. `paged_table`: the table keeps requests in the pool's pages.
     """
 
     id: str
@@ -69,6 +69,7 @@ class Layer:
     v_scale: float = 1.0
     mla: bool = False
     page_size: int = 1
+    paged_table: bool = True
     pool: str = "plain"
     layout: str = "slots"
 
@@ -312,7 +313,11 @@ def storage(
     num_slots = (2 * sum(pages) + 3) * size
     pool = make_pool(case, model, num_slots, device)
     table = RequestTable(
-        max_requests=len(lens) + 2, max_context=columns, num_slots=num_slots, device=device, page_size=size
+        max_requests=len(lens) + 2,
+        max_context=columns,
+        num_slots=num_slots,
+        device=device,
+        page_size=size if case.paged_table else 1,
     )
     table.admit()  # row 0 stays empty: rows and request numbers differ
     rows = [table.admit() for _ in lens]

@@ -7,18 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from attnlab.backend import AttentionBackend
 from attnlab.batch import DecodeBatch, ExtendBatch, VerifyBatch
 from attnlab.eager import oracle
+from attnlab.kernels import extend_hopper
 from attnlab.mask import CustomMask
+from attnlab.plan.extend_call import ExtendCall
 from tests.cases import FP8, MODIFY, Layer, device_of, kept, storage
 from tests.tolerances import LSE, output
 
 CONTEXT = 512
 """Positions of a request's longest context."""
+
 
 Part = tuple[int, int, int]
 """A request's number, and its first and last position (not included) that are computed."""
@@ -349,3 +353,19 @@ class Stand:
         (out, lse), (want_out, want_lse) = self.run(call), self.expected()
         torch.testing.assert_close(out.double(), want_out, **output(self.case.dtype, self.case.softcap))
         torch.testing.assert_close(lse.double(), want_lse, **LSE)
+
+
+@pytest.fixture
+def noted_boxes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
+    """Note of every launch for Hopper whether cached keys are read in boxes, and new ones. Values are as keys are."""
+    noted: list[tuple[bool, bool]] = []
+    made = extend_hopper.boxes_of_call
+
+    def noting(call: ExtendCall, k_new: Tensor, v_new: Tensor, *, block_n: int) -> tuple[Any, Any, Any, Any]:
+        k, v, its_k, its_v = made(call, k_new, v_new, block_n=block_n)
+        assert (k is None, its_k is None) == (v is None, its_v is None)
+        noted.append((k is not None, its_k is not None))
+        return k, v, its_k, its_v
+
+    monkeypatch.setattr(extend_hopper, "boxes_of_call", noting)
+    return noted

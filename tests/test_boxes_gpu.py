@@ -16,12 +16,13 @@ from attnlab.kernels.boxes import NO_BOXES
 from attnlab.kernels.target import Target
 from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.requests import RequestTable
-from attnlab.plan.extend_call import ExtendCall
 from attnlab.spec import AttentionSpec, ModelSpec
-from tests.extend_cases import Case, Stand
+from tests import test_cross
+from tests.extend_cases import Case, Stand, noted_boxes
 from tests.tolerances import LSE, OUTPUT
 
 pytestmark = pytest.mark.gpu
+boxes = noted_boxes
 
 BF16, FP16 = torch.bfloat16, torch.float16
 BASE = Case(
@@ -47,7 +48,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "cap": {"softcap": 5.0, "temperature_len": 32},
     "sinks": {"sinks": True},
     "scales": {"k_scale": 0.5, "v_scale": 0.25},
     "both ways": {"causal": False},
@@ -61,6 +61,8 @@ GATHERED: dict[str, dict[str, Any]] = {
     "window": {"window": 100, "sinks": True},
     "window in one pass": {"window": 100, "one_pass": True},
     "chunk": {"chunk": 128},
+    "cap": {"softcap": 5.0},
+    "temperature": {"temperature_len": 32},
 }
 
 
@@ -68,21 +70,6 @@ GATHERED: dict[str, dict[str, Any]] = {
 def hopper() -> None:
     if not Target.of(torch.device("cuda")).is_hopper:
         pytest.skip("needs a Hopper GPU")
-
-
-@pytest.fixture
-def boxes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
-    """Note of every launch whether cached keys are read in boxes, and new ones."""
-    noted: list[tuple[bool, bool]] = []
-    made = extend_hopper.boxes_of_call
-
-    def noting(call: ExtendCall, k_new: Tensor, v_new: Tensor, *, block_n: int) -> tuple[Any, ...]:
-        found = made(call, k_new, v_new, block_n=block_n)
-        noted.append((found[0] is not None, found[2] is not None))
-        return found
-
-    monkeypatch.setattr(extend_hopper, "boxes_of_call", noting)
-    return noted
 
 
 @pytest.mark.parametrize("one_pass", [False, True], ids=["two lists", "one pass"])
@@ -107,6 +94,12 @@ def test_a_shared_prefix_agrees_with_the_oracle(shape: str, boxes: list[tuple[bo
     stand.share(128)
     stand.check()
     assert boxes == [(True, True)]
+
+
+def test_an_encoders_keys_come_in_boxes(boxes: list[tuple[bool, bool]]) -> None:
+    case = test_cross.TOY.but(id="boxes", page_size=64, qk_dim=128, v_dim=128, dtype=BF16, kv_dtype=BF16)
+    test_cross.Stand(case, "triton", "cuda").check("extend")
+    assert boxes == [(True, False)]
 
 
 @pytest.mark.parametrize("one_pass", [False, True], ids=["two lists", "one pass"])

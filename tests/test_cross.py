@@ -73,6 +73,7 @@ CASES = [
     Case(id="softcap", why="cap after the scale", softcap=5.0),
     Case(id="sinks", why="a request without an encoder gives out 0 and the sink", sinks=True),
     Case(id="pages", why="page-major, virtual slots", page_size=4, pool="unified"),
+    Case(id="pages-of-64", why="whole tiles of keys in a page", page_size=64),
     Case(id="scales", why="all keys are cached, so all are scaled", k_scale=0.5, v_scale=0.25),
     Case(id="mla", why="latent rows: V in K", kv_heads=1, qk_dim=48, v_dim=32, mla=True),
     Case(id="one-pass", why="an encoder's keys are no part of the one list", deterministic=True, sinks=True),
@@ -109,7 +110,13 @@ class Stand:
         for layer in range(case.layers):
             for x in (self.pool.view(layer).k, self.pool.view(layer).v):
                 poison(x)
-        table = RequestTable(max_requests=12, max_context=COLUMNS, num_slots=self.pool.num_slots, device=self.device)
+        table = RequestTable(
+            max_requests=12,
+            max_context=COLUMNS,
+            num_slots=self.pool.num_slots,
+            device=self.device,
+            page_size=self.pool.page_size,
+        )
         self.cache = PagedCache(table=table, pool=self.pool)
         self.lens = [p + n for p, n in zip(case.prefix, case.new, strict=True)]
         self.cache.admit()  # row 0 stays empty: rows and request numbers differ

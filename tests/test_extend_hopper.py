@@ -21,11 +21,13 @@ from attnlab.kernels.extend_hopper import HopperConfig, can_serve, has_tiles
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView
 from attnlab.plan.extend_call import ExtendCall
+from tests import test_cross
 from tests.cases import FP8
-from tests.extend_cases import CASES, Case, Stand
+from tests.extend_cases import CASES, Case, Stand, noted_boxes
 from tests.strategies import extend_cases
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compiled kernels are chosen for what they were built for")
+boxes = noted_boxes
 
 MORE = [
     Case(id="whole", why="tiles that every query sees whole, cached and new", prefix=(70, 64, 0), new=(66, 96, 97)),
@@ -49,7 +51,7 @@ BOXES: list[tuple[Case, bool, bool]] = [
     (PAGES.but(id="boxes-fp8", dtype=torch.bfloat16, kv_dtype=FP8, k_scale=0.05, v_scale=0.2), True, True),
     (PAGES.but(id="boxes-wide-values", qk_dim=16, v_dim=64), True, True),
     (PAGES.but(id="boxes-mqa", kv_heads=1, heads=2), True, True),
-    (PAGES.but(id="boxes-cap", softcap=5.0, temperature_len=32, sinks=True), True, True),
+    (PAGES.but(id="boxes-sinks", sinks=True), True, True),
     (PAGES.but(id="boxes-scales", k_scale=0.5, v_scale=0.25), True, True),
     (PAGES.but(id="boxes-both-ways", causal=False), True, True),
     (PAGES.but(id="boxes-256", qk_dim=256, v_dim=256, prefix=(70,), new=(66,)), True, True),
@@ -63,26 +65,12 @@ BOXES: list[tuple[Case, bool, bool]] = [
     (PAGES.but(id="no-boxes-window", window=100), False, False),
     (PAGES.but(id="no-boxes-window-one-pass", window=100, one_pass=True), False, False),
     (PAGES.but(id="no-boxes-chunk", chunk=128), False, False),
+    (PAGES.but(id="no-boxes-cap", softcap=5.0), False, False),
+    (PAGES.but(id="no-boxes-temperature", temperature_len=32), False, False),
     (PAGES.but(id="no-boxes-80", qk_dim=80, v_dim=80), False, False),
     (PAGES.but(id="no-boxes-192", qk_dim=192, v_dim=128, prefix=(70,), new=(66,)), False, False),
 ]
 """Whether cached keys are read in boxes, and new ones."""
-
-
-@pytest.fixture
-def boxes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
-    """Note of every launch whether cached keys are read in boxes, and new ones."""
-    noted: list[tuple[bool, bool]] = []
-    made = extend_hopper.boxes_of_call
-
-    def noting(call: ExtendCall, k_new: Tensor, v_new: Tensor, *, block_n: int) -> tuple[Any, ...]:
-        k, v, its_k, its_v = made(call, k_new, v_new, block_n=block_n)
-        assert (k is None, its_k is None) == (v is None, its_v is None)
-        noted.append((k is not None, its_k is not None))
-        return k, v, its_k, its_v
-
-    monkeypatch.setattr(extend_hopper, "boxes_of_call", noting)
-    return noted
 
 
 @pytest.fixture
@@ -130,12 +118,18 @@ def test_boxes_of_a_shared_prefix_agree_with_the_oracle(
     assert launches and boxes == [(True, True)]
 
 
+def test_boxes_of_an_encoders_keys_agree_with_the_oracle(
+    launches: list[ExtendCall], boxes: list[tuple[bool, bool]]
+) -> None:
+    test_cross.Stand(test_cross.TOY.but(page_size=64), "triton", "cpu").check("extend")
+    assert launches and boxes == [(True, False)]
+
+
 @pytest.mark.parametrize("case", [PAGES, PAGES.but(one_pass=True)], ids=["cached and new", "one pass"])
 def test_a_table_without_pages_is_gathered_with_the_same_bits(
     case: Case, launches: list[ExtendCall], boxes: list[tuple[bool, bool]]
 ) -> None:
-    paged, plain = Stand(case, "triton", "cpu"), Stand(case, "triton", "cpu")
-    plain.backend.table.page_size = 1
+    paged, plain = (Stand(case.but(paged_table=has_pages), "triton", "cpu") for has_pages in (True, False))
     for mine, other in zip(plain.run(), paged.run(), strict=True):
         assert torch.equal(mine, other)
     assert boxes == [(False, not case.one_pass), (True, not case.one_pass)]

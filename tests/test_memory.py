@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 from torch import Tensor
@@ -372,6 +377,76 @@ def test_slots_that_do_not_lie_page_wise_write_nothing(held: list[int], more: li
         t.append(row, torch.tensor(more))
     assert torch.equal(t.slots, before) and t.length(row) == len(held)
     t.append(row, torch.tensor([*range(12 + len(held), 16), 24]))
+
+
+def first_off_its_page(length: int, held: list[int], more: list[int], size: int) -> int | None:
+    """The plain rule, token by token: the first position whose slot is not that of its page."""
+    given = [*held, *more]
+    for position in range(length, len(given)):
+        starts_page = position % size == 0
+        if given[position] % size > 0 if starts_page else given[position] != given[position - 1] + 1:
+            return position
+    return None
+
+
+@given(data=st.data(), size=st.sampled_from([1, 2, 4, 16]))
+def test_slots_are_held_to_the_plain_rule(data: st.DataObject, size: int) -> None:
+    """Requests that grow in several steps, in pages that were drawn, with a slot here and there that is another."""
+    t = RequestTable(max_requests=1, max_context=64, num_slots=256, device=DEVICE, page_size=size)
+    row, held = t.admit(), list[int]()
+    for count in data.draw(st.lists(st.integers(0, 20), max_size=3)):
+        more: list[int] = []
+        for position in range(len(held), len(held) + count):
+            before = [*held, *more]
+            page = data.draw(st.integers(1, 256 // size - 1)) * size
+            more.append(page if position % size == 0 else min(255, before[-1] + 1))
+        for at in data.draw(st.sets(st.integers(0, max(0, count - 1)), max_size=1)):
+            more[at : at + 1] = [data.draw(st.integers(1, 255))] * (count > 0)
+        at = first_off_its_page(len(held), held, more, size) if size > 1 else None
+        if at is not None:
+            with pytest.raises(ValueError, match=f"at position {at} of request 0, got {[*held, *more][at]};"):
+                t.append(row, torch.tensor(more))
+            break
+        t.append(row, torch.tensor(more, dtype=torch.int64))
+        held += more
+        assert t.slots_of(row).tolist() == held
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_a_long_prompt_takes_no_more_lines_than_a_short_one(size: int) -> None:
+    """Lines of Python that a call runs are counted: none may be a token's, or a page's."""
+    lines: list[int] = []
+    for tokens in (32, 100_000):
+        t = RequestTable(max_requests=1, max_context=tokens, num_slots=tokens + size, device=DEVICE, page_size=size)
+        row, slots = t.admit(), torch.arange(size, size + tokens)
+        with counted_lines() as count:
+            t.append(row, slots)
+        lines.append(count["requests.py"])
+    assert lines[0] == lines[1] > 0
+
+
+@contextmanager
+def counted_lines() -> Iterator[Counter[str]]:
+    """Count the lines of Python that run, by file."""
+    count: Counter[str] = Counter()
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        count[Path(frame.f_code.co_filename).name] += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield count
+    finally:
+        sys.settrace(before)
+
+
+def test_the_pages_of_a_table_stay_what_they_are() -> None:
+    t = paged_table()
+    with pytest.raises(AttributeError, match="page_size"):
+        t.page_size = 1  # type: ignore[misc]
+    assert t.page_size == 4
 
 
 def test_requests_share_whole_pages_of_a_prefix() -> None:

@@ -34,10 +34,20 @@ WIDE = AttentionSpec(heads=4, kv_heads=2, qk_dim=8, v_dim=8, scale=0.3)
 
 
 class Server:
-    """Requests of some lengths in a cache, and a backend over it. Layer 0 sees all keys, layer 1 those of `sight`."""
+    """Requests of some lengths in a cache, and a backend over it. Layer 0 sees all keys, layer 1 those of `sight`.
+
+    The table keeps requests in the pool's pages, or in those of `table_pages`.
+    """
 
     def __init__(
-        self, lens: list[int], *, pool: str = "plain", page_size: int = 1, engine: str = "eager", **sight: int
+        self,
+        lens: list[int],
+        *,
+        pool: str = "plain",
+        page_size: int = 1,
+        table_pages: int | None = None,
+        engine: str = "eager",
+        **sight: int,
     ) -> None:
         self.model = ModelSpec(
             name="two kinds",
@@ -57,7 +67,7 @@ class Server:
             max_context=4096,
             num_slots=self.pool.num_slots,
             device=DEVICE,
-            page_size=page_size,
+            page_size=page_size if table_pages is None else table_pages,
         )
         self.cache = PagedCache(table=self.table, pool=self.pool)
         settle = tell_spaces_apart(self.pool)
@@ -264,14 +274,13 @@ def test_a_layout_knows_how_many_entries_are_consecutive_slots(
     server = Server([700, 3], pool=pool, page_size=page_size, window=300)
     batch = ExtendBatch.of(rows=server.rows, prefix=[600, 0], new=[100, 3], device=DEVICE)
     plan = server.plan(batch, deterministic=one_pass)  # validates it
-    assert [plan.lane(layer).layout.pages for layer in (0, 1)] == [full, partial]
+    assert [plan.lane(layer).layout.run for layer in (0, 1)] == [full, partial]
 
 
 def test_a_table_that_knows_of_no_pages_promises_none() -> None:
-    server = Server([200], page_size=64)
-    server.table.page_size = 1
+    server = Server([200], page_size=64, table_pages=1)
     batch = ExtendBatch.of(rows=server.rows, prefix=[150], new=[50], device=DEVICE)
-    assert server.plan(batch).lane(0).layout.pages == 1
+    assert server.plan(batch).lane(0).layout.run == 1
 
 
 def test_pages_larger_than_those_of_a_translation_are_consecutive_within_these() -> None:
@@ -287,7 +296,7 @@ def test_pages_larger_than_those_of_a_translation_are_consecutive_within_these()
         multiprocessors=132,
     )
     empty = ExtendBatch.of(rows=[larger.admit()], prefix=[0], new=[0], device=DEVICE)
-    assert backend.plan(empty).lane(0).layout.pages == 16
+    assert backend.plan(empty).lane(0).layout.run == 16
 
 
 def test_validate_finds_a_page_that_is_torn() -> None:
@@ -296,7 +305,7 @@ def test_validate_finds_a_page_that_is_torn() -> None:
     for layer, at, message in ((0, 65, "entry 65 reads slot .* up to each multiple of 64"), (1, 3, None)):
         plan = server.backend(deterministic=layer == 1).plan(batch)
         layout = plan.lane(layer).layout
-        assert layout.pages == 64
+        assert layout.run == 64
         layout.index.slots[at] = layout.index.slots[at - 2]
         if message is None:  # hidden: a copy of the first key that is seen
             layout.validate(num_slots=server.pool.num_slots)
@@ -306,12 +315,10 @@ def test_validate_finds_a_page_that_is_torn() -> None:
 
 
 def test_a_graph_bakes_in_how_many_entries_are_consecutive() -> None:
-    server = Server([200], page_size=64)
-    batch = ExtendBatch.of(rows=server.rows, prefix=[150], new=[50], device=DEVICE)
-    paged = server.plan(batch)
-    server.table.page_size = 1
-    found = differences(numbers_of(paged), numbers_of(server.plan(batch)))
-    assert "lanes[0].layout.pages: captured 64, got 1" in found
+    paged, plain = Server([200], page_size=64), Server([200], page_size=64, table_pages=1)
+    batch = ExtendBatch.of(rows=paged.rows, prefix=[150], new=[50], device=DEVICE)
+    found = differences(numbers_of(paged.plan(batch)), numbers_of(plain.plan(batch)))
+    assert "lanes[0].layout.run: captured 64, got 1" in found
 
 
 def test_a_padded_list_is_not_split() -> None:

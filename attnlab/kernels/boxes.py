@@ -1,7 +1,7 @@
 """Whole tiles of keys as boxes, which the copy engine of a Hopper GPU (TMA) fetches by itself.
 
 A gather holds an address for every row that a thread copies; a box needs two coordinates. It takes rows that lie one
-behind the other, so that a list of slots is read in boxes only where its layout says so (`KVLayout.pages`).
+behind the other, so that a list of slots is read in boxes only where its layout says so (`KVLayout.run`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def fits_box(dim: int) -> bool:
     return dim == padded(dim) and dim <= WIDEST
 
 
-def boxes_of(k: Tensor, v: Tensor, *, block_n: int) -> tuple[Any, Any]:
+def boxes_of(k: Tensor | None, v: Tensor | None, *, block_n: int) -> tuple[Any, Any]:
     """Return descriptors of boxes of `block_n` rows of one head of `k` and of `v`, `[rows, kv_heads, dim]` each.
 
-    Both are None where one of them cannot be read so. The box of a head begins at column `head * dim`.
+    Both are None where one of them is, or cannot be read so. The box of a head begins at column `head * dim`.
     """
-    if not (_is_readable(k) and _is_readable(v)):
+    if k is None or v is None or not (_is_readable(k) and _is_readable(v)):
         return NO_BOXES
     return _descriptor(k, block_n), _descriptor(v, block_n)
 

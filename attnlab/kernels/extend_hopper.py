@@ -178,9 +178,23 @@ def takes_boxes(spec: AttentionSpec) -> bool:
     """Whether whole tiles of this attention can be boxes.
 
     Under a window or in chunks few tiles are seen whole, and lists begin anywhere: boxes save nothing there, and more
-    registers would spill.
+    registers would spill. Caps and temperatures already take what registers there are: boxes would more than double
+    the spills of Grok's shape (48 to 120 bytes), some of them inside the loops over keys, and nobody has timed whether
+    they pay for that.
     """
-    return not spec.sight.partial and fits_box(spec.qk_dim) and fits_box(spec.v_dim)
+    capped = spec.softcap is not None or spec.temperature_len is not None
+    return not spec.sight.partial and not capped and fits_box(spec.qk_dim) and fits_box(spec.v_dim)
+
+
+def reads_boxes(spec: AttentionSpec, *, run: int, one_pass: bool, parts: str, block_n: int) -> tuple[bool, bool]:
+    """Return whether whole tiles of cached keys can be boxes, and those of new ones, wherever memory allows it.
+
+    Each can where the call reads such keys. Cached ones must be listed in runs of consecutive slots that hold a tile.
+    """
+    takes = takes_boxes(spec)
+    cached = takes and parts != "new" and run % block_n == 0
+    new = takes and parts != "cached" and not one_pass
+    return cached, new
 
 
 def boxes_of_call(call: ExtendCall, k_new: Tensor, v_new: Tensor, *, block_n: int) -> tuple[Any, Any, Any, Any]:
@@ -190,20 +204,14 @@ def boxes_of_call(call: ExtendCall, k_new: Tensor, v_new: Tensor, *, block_n: in
     to be consecutive, and memory that a box cannot be laid over. A prompt of which nothing is cached has boxes of its
     new keys alone: a loop with more of them, which it would not enter, costs registers.
     """
-    cached = new = NO_BOXES
-    if takes_boxes(call.spec):
-        k, v = rows_of_pages(call.view.k), rows_of_pages(call.view.v)
-        if _lists_whole_tiles(call, block_n) and k is not None and v is not None:
-            cached = boxes_of(k, v, block_n=block_n)
-        if call.parts != "cached" and not call.one_pass:
-            new = boxes_of(k_new, v_new, block_n=block_n)
-    return *cached, *new
-
-
-def _lists_whole_tiles(call: ExtendCall, block_n: int) -> bool:
-    """Whether there are cached keys to read, and tiles of their list are consecutive slots."""
-    layout = call.lane.layout
-    return call.parts != "new" and layout.index.slots.shape[0] > 0 and layout.pages % block_n == 0
+    layout, view = call.lane.layout, call.view
+    cached, new = reads_boxes(call.spec, run=layout.run, one_pass=call.one_pass, parts=call.parts, block_n=block_n)
+    of_cached = of_new = NO_BOXES
+    if cached and layout.index.slots.shape[0] > 0:
+        of_cached = boxes_of(rows_of_pages(view.k), rows_of_pages(view.v), block_n=block_n)
+    if new:
+        of_new = boxes_of(k_new, v_new, block_n=block_n)
+    return *of_cached, *of_new
 
 
 def hopper_constants(
@@ -501,6 +509,7 @@ def _attend_span(
     all see whole come in the middle, without masks; PART 0 and 2 are the tiles in front of and behind them.
     Those in the middle are boxes where there are any: rows from the tile's first slot on, or from `first_row + at` on.
     """
+    tl.static_assert(k_boxes is None or (v_boxes is not None and BLOCK_R == 0))
     # 1. The first key that any query sees, and the first that all of them see.
     seen_from = start_visible
     whole_from = start_visible

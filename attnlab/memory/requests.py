@@ -49,13 +49,18 @@ class RequestTable:
         positive("num_slots", num_slots)
         positive("page_size", page_size)
         self.num_slots = num_slots
-        self.page_size = page_size
+        self._page_size = page_size
         self.slots: Int[Tensor, "max_requests max_context"] = torch.zeros(
             max_requests, max_context, dtype=torch.int32, device=device
         )
         self._lengths: dict[int, int] = {}
         self._pages: dict[int, list[int]] = {}
         self._free = list(range(max_requests))
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page, in which every request lies; 1 where requests lie anywhere."""
+        return self._page_size
 
     @property
     def max_requests(self) -> int:
@@ -107,30 +112,27 @@ class RequestTable:
 
     def _pages_of(self, row: int, slots: Int[Tensor, " tokens"]) -> list[int]:
         """Return the pages that begin among a request's next slots; raise ValueError unless these lie page-wise."""
-        size, given, pages = self.page_size, slots.tolist(), []
+        size, length = self.page_size, self.length(row)
         if size == 1:
             return []
-        position, end = self.length(row), self.length(row) + len(given)
-        while position < end:
-            run, offset = given[position - end :][: size - position % size], position % size
-            if offset == 0:
-                pages.append(run[0] // size)
-            page = pages[-1] if pages else self._pages[row][-1]
-            wanted = range(page * size + offset, page * size + offset + len(run))
-            if run != list(wanted):
-                self._refuse(row, position, run, wanted)
-            position += len(run)
-        return pages
+        begun = (slots[-length % size :: size] // size).tolist()
+        unfilled = self._pages[row][length // size :]  # the last one, if it has room
+        pages = slots.new_tensor([*unfilled, *begun])
+        of_pages = pages[:, None] * size + torch.arange(size, dtype=slots.dtype, device=slots.device)
+        wanted = of_pages.flatten()[length % size :][: slots.shape[0]]
+        if not torch.equal(slots, wanted):
+            self._refuse(row, slots, wanted)
+        return begun
 
-    def _refuse(self, row: int, position: int, run: list[int], wanted: Sequence[int]) -> None:
-        """Raise ValueError for slots that are not those of a page."""
-        at = next(i for i, (got, want) in enumerate(zip(run, wanted, strict=True)) if got != want)
-        begins = (position + at) % self.page_size == 0
-        expected = f"a multiple of {self.page_size}" if begins else f"slot {wanted[at]}"
+    def _refuse(self, row: int, slots: Int[Tensor, " tokens"], wanted: Int[Tensor, " tokens"]) -> None:
+        """Raise ValueError for the first slot that is not that of its page."""
+        at = int((slots != wanted).nonzero()[0])
+        position = self.length(row) + at
+        expected = f"a multiple of {self.page_size}" if position % self.page_size == 0 else f"slot {int(wanted[at])}"
         raise ValueError(
-            f"slots: expected {expected} at position {position + at} of request {row}, got {run[at]}; the table keeps "
-            f"requests in pages of {self.page_size}, and whole ones alone can be shared: copy the rest of a prefix, or "
-            "build the table with page_size=1"
+            f"slots: expected {expected} at position {position} of request {row}, got {int(slots[at])}; the table "
+            f"keeps requests in pages of {self.page_size}, and whole ones alone can be shared: copy the rest of a "
+            "prefix, or build the table with page_size=1"
         )
 
     def check_room(self, row: int, tokens: int) -> int:

@@ -322,10 +322,10 @@ class Planner:
             start_visible=lists.extent.start_visible,
             sight=layers[0].attention.sight,
             align=lists.align,
-            pages=self._pages(layers[0], lists),
+            run=self._run(layers[0], lists),
         )
 
-    def _pages(self, layer: LayerSpec, lists: _Lists) -> int:
+    def _run(self, layer: LayerSpec, lists: _Lists) -> int:
         """Return how many entries are consecutive slots of the layer's storage, from each multiple of as many on.
 
         The table's pages are, within one page of a translation, where lists begin at a page's border.

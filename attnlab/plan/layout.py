@@ -25,8 +25,9 @@ class KVLayout:
     border, which every query's sight hides. Both are int32 `[reqs]`; they differ only where `align`, the positions
     between such borders, is more than 1.
 
-    `pages`: from `start_visible` on, entries between two multiples of `pages` are consecutive slots of the storage, so
-    that a tile of them can be copied whole. 1 where nothing is known.
+    `run`: entries from a multiple of `run` on, up to the next, are consecutive slots of the storage, so that a tile of
+    them can be copied whole. Multiples are counted from the list's first entry; padding before `start_visible` is
+    exempt. 1 where nothing is known.
     """
 
     index: KVIndex
@@ -34,10 +35,10 @@ class KVLayout:
     start_visible: Int[Tensor, " reqs"]
     sight: Sight
     align: int = 1
-    pages: int = 1
+    run: int = 1
 
     def __post_init__(self) -> None:
-        positive("pages", self.pages)
+        positive("run", self.run)
         for name, x in (("start", self.start), ("start_visible", self.start_visible)):
             tensor(name, x, shape=[self.index.reqs], dtype=torch.int32, device=self.index.indptr.device)
             contiguous(name, x)
@@ -61,20 +62,20 @@ class KVLayout:
             bool(((padding >= 0) & (padding < self.align)).all()),
             f"start_visible: expected start, or up to {self.align - 1} positions behind it",
         )
-        if self.pages > 1:
-            self._validate_pages()
+        if self.run > 1:
+            self._validate_runs()
 
-    def _validate_pages(self) -> None:
+    def _validate_runs(self) -> None:
         offsets, hidden = self.index.indptr.tolist(), (self.start_visible - self.start).tolist()
         for r, (a, b, first) in enumerate(zip(offsets, offsets[1:], hidden, strict=False)):
             slots, entry = self.index.slots[a:b].cpu(), torch.arange(b - a)
-            follows = (entry % self.pages > 0) & (entry > first)
+            follows = (entry % self.run > 0) & (entry > first)
             broken = (follows & (slots != slots.roll(1) + 1)).nonzero().flatten()
             if broken.numel():
                 j = int(broken[0])
                 raise ValueError(
-                    f"pages: request {r}, entry {j} reads slot {int(slots[j])} after {int(slots[j - 1])}; expected "
-                    f"consecutive slots up to each multiple of {self.pages}"
+                    f"run: request {r}, entry {j} reads slot {int(slots[j])} after {int(slots[j - 1])}; expected "
+                    f"consecutive slots up to each multiple of {self.run}"
                 )
 
     def validate_sight(self, *, first_queries: Sequence[int], ends: Sequence[int]) -> None:

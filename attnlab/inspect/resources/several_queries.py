@@ -46,11 +46,11 @@ def extend_variant(
 
 
 def extend_hopper_variant(
-    shape: Shape, target: Target, *, one_pass: bool = False, pages: int = 1, gathered: bool = False
+    shape: Shape, target: Target, *, one_pass: bool = False, run: int = 1, gathered: bool = False
 ) -> Variant:
     """Return an extend for Hopper, as its launcher would compile it.
 
-    `pages`: of a table's, as many slots; `gathered`: the call's own keys lie so that no box can be laid over them.
+    `run`: that of the layout, in pages of so many slots; `gathered`: no box can be laid over the call's own keys.
     """
     constants, options = extend_hopper.hopper_constants(
         spec=shape.spec(),
@@ -63,15 +63,16 @@ def extend_hopper_variant(
         has_lse=shape.sinks,
         all_narrow=True,
     )
-    rows, takes = constants["BLOCK_N"], extend_hopper.takes_boxes(shape.spec())
+    rows = constants["BLOCK_N"]
+    of_cached, of_new = extend_hopper.reads_boxes(shape.spec(), run=run, one_pass=one_pass, parts="all", block_n=rows)
     k, v = (shape.kv_dtype, rows, shape.qk_dim), (shape.kv_dtype, rows, shape.v_dim)
-    cached = {"k_boxes": k, "v_boxes": v} if takes and pages % rows == 0 else {}
-    new = {"k_new_boxes": k, "v_new_boxes": v} if takes and not one_pass and not gathered else {}
+    cached = {"k_boxes": k, "v_boxes": v} if of_cached else {}
+    new = {"k_new_boxes": k, "v_new_boxes": v} if of_new and not gathered else {}
     boxes = {**cached, **new}
     unused = {name: None for name in ("k_boxes", "v_boxes", "k_new_boxes", "v_new_boxes") if name not in boxes}
     return Variant(
         name=f"extend{' in one pass' * one_pass}{FOR_HOPPER}{shape.name}"
-        + f", pages of {pages}" * (pages > 1)
+        + f", pages of {run}" * (run > 1)
         + ", gathered" * gathered,
         kernel=extend_hopper._extend_hopper_kernel,
         pointers=_several(shape),

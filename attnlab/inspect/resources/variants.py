@@ -73,10 +73,10 @@ def variants(target: Target) -> Iterator[Variant]:
         for shape in SHAPES:
             if not shape.masked and extend_hopper.has_tiles(shape.spec(), shape.view(), shape.dtype):
                 yield extend_hopper_variant(shape, target)
-        yield extend_hopper_variant(GQA, target, pages=64)
+        yield extend_hopper_variant(GQA, target, run=64)
         yield extend_hopper_variant(GQA, target, gathered=True)
         yield extend_hopper_variant(GQA, target, one_pass=True)
-        yield extend_hopper_variant(GQA, target, one_pass=True, pages=64)
+        yield extend_hopper_variant(GQA, target, one_pass=True, run=64)
     for most in (16, 64):
         yield extend_variant(GQA, target, most=most)
     for rows in (16, 32):
