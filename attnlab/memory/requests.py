@@ -48,6 +48,10 @@ class RequestTable:
         positive("max_context", max_context)
         positive("num_slots", num_slots)
         positive("page_size", page_size)
+        require(
+            page_size == 1 or page_size < num_slots,
+            f"page_size: expected less than num_slots {num_slots}, whose first page is the sink's, got {page_size}",
+        )
         self.num_slots = num_slots
         self._page_size = page_size
         self.slots: Int[Tensor, "max_requests max_context"] = torch.zeros(
@@ -128,11 +132,13 @@ class RequestTable:
         """Raise ValueError for the first slot that is not that of its page."""
         at = int((slots != wanted).nonzero()[0])
         position = self.length(row) + at
-        expected = f"a multiple of {self.page_size}" if position % self.page_size == 0 else f"slot {int(wanted[at])}"
+        if position % self.page_size == 0:
+            expected, hint = f"a multiple of {self.page_size}", "allocate whole pages"
+        else:
+            expected, hint = f"slot {int(wanted[at])}", "whole ones alone can be shared: copy the rest of a prefix"
         raise ValueError(
             f"slots: expected {expected} at position {position} of request {row}, got {int(slots[at])}; the table "
-            f"keeps requests in pages of {self.page_size}, and whole ones alone can be shared: copy the rest of a "
-            "prefix, or build the table with page_size=1"
+            f"keeps requests in pages of {self.page_size}, {hint}, or build the table with page_size=1"
         )
 
     def check_room(self, row: int, tokens: int) -> int:
