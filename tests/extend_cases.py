@@ -17,7 +17,7 @@ from attnlab.eager import oracle
 from attnlab.kernels import extend_hopper
 from attnlab.mask import CustomMask
 from attnlab.plan.extend_call import ExtendCall
-from tests.cases import FP8, MODIFY, Layer, device_of, kept, storage
+from tests.cases import FP8, MODIFY, Layer, device_of, kept, poison, storage
 from tests.tolerances import LSE, output
 
 CONTEXT = 512
@@ -199,7 +199,19 @@ class Stand:
             deterministic=case.one_pass,
         )
         self.backend.workspace.fill(float("nan"))
-        self.inputs = Inputs.of(case, self.device) if inputs is None else inputs
+        self._store(Inputs.of(case, self.device) if inputs is None else inputs)
+
+    def restart(self, case: Case) -> None:
+        """Go on with a case of other lengths: its rows have room in the table, all else is as it was."""
+        self.case = case
+        for layer in range(2):
+            for x in (self.pool.view(layer).k, self.pool.view(layer).v):
+                poison(x)
+        self._store(Inputs.of(case, self.device))
+
+    def _store(self, inputs: Inputs) -> None:
+        """Take these inputs, and store those that are cached."""
+        self.inputs, case = inputs, self.case
         for r, held in enumerate(case.lens if case.read_back else case.prefix):
             self.cache(r, held)
 

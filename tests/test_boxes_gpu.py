@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnlab import graphs
 from attnlab.backend import AttentionBackend
 from attnlab.batch import ExtendBatch
 from attnlab.eager import oracle
@@ -16,6 +17,7 @@ from attnlab.kernels.boxes import NO_BOXES
 from attnlab.kernels.target import Target
 from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.requests import RequestTable
+from attnlab.plan.plans import Plan
 from attnlab.spec import AttentionSpec, ModelSpec
 from tests import test_cross
 from tests.extend_cases import Case, Stand, noted_boxes
@@ -184,3 +186,27 @@ def test_a_graph_replays_its_boxes(boxes: list[tuple[bool, bool]]) -> None:
     replayed = out.clone()
     stand.backend.extend(1, q, k, v, plan, out=out)
     assert torch.equal(replayed, out) and boxes == [(True, True)] * 3
+
+
+def test_one_graph_serves_other_lengths_with_its_boxes(boxes: list[tuple[bool, bool]]) -> None:
+    """What is captured once must hold for every step: nothing cached, borders of tiles, rows of padding."""
+    stand = Stand(BASE.but(id="graph of several", prefix=(200,) * 4, new=(150,) * 4), "triton", "cuda")
+
+    def step(plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        lse = torch.full(q.shape[:2], float("nan"), device=q.device)
+        return stand.backend.extend(1, q, k, v, plan, lse=lse), lse
+
+    inputs = dict(zip("qkv", stand.new(), strict=True))
+    graph = graphs.capture(stand.backend, step, graphs.ExtendShape(requests=4, new=150), inputs=inputs)
+    captured = len(boxes)
+    for prefix, new in (
+        ((0, 0, 0, 0), (150, 63, 64, 65)),
+        ((63, 64, 65, 130), (129, 65, 130, 7)),
+        ((64, 0, 200, 0), (70, 0, 66, 0)),
+    ):
+        stand.restart(stand.case.but(id=f"replayed {prefix}", prefix=prefix, new=new))
+        out, lse = graph.run(stand.batch, **dict(zip("qkv", stand.new(), strict=True)))
+        want, want_lse = stand.expected()
+        torch.testing.assert_close(out.double(), want, **OUTPUT[BF16])
+        torch.testing.assert_close(lse.double(), want_lse, **LSE)
+    assert set(boxes) == {(True, True)} and len(boxes) == captured, "nothing was launched but by the graph"
