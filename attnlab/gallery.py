@@ -189,7 +189,7 @@ class _SlidingServer:
 
 
 def measured(mode: str) -> Picture:
-    """Return what was measured on an H200 of one mode's workloads, beside peers in the same run."""
+    """Return what was measured on an H200, beside peers in the same run: of one mode's workloads, or of recordings."""
     return show(load(data_path(f"h200/{mode}.json")))
 
 
@@ -204,7 +204,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "tree_mask": tree_mask,
     "draft_pages": draft_pages,
     "graph_memory": graph_memory,
-    **{f"measured_{mode}": partial(measured, mode) for mode in ("decode", "verify", "extend")},
+    **{f"measured_{mode}": partial(measured, mode) for mode in ("decode", "verify", "extend", "hooks")},
 }
 
 
