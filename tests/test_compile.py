@@ -56,23 +56,8 @@ SPILLS = {
     "split: mla 20 x 288/256, fp32": 24,
     "extend: mla 128 x 576/512, fp32": 700,
     "verify: mla 128 x 576/512, fp32": 700,
-    **dict.fromkeys(
-        (
-            "verify shares: gqa 4 x 128 (Llama-3), 64 rows",
-            "verify shares: gqa 4 x 128 (Llama-3), 32 rows",
-            "verify shares: mha 128 (OLMo-2), 64 rows",
-        ),
-        48,
-    ),
-    **dict.fromkeys(
-        (
-            "verify shares: gqa 4 x 128, window (Mistral), 64 rows",
-            "verify shares: gqa 4 x 128, draft tree, 64 rows",
-        ),
-        80,
-    ),
-    "latent: mla 128 x 576/512 (DeepSeek-V3)": 192,
-    "latent: mla 128 x 576/512, fp16, pages of 64, cap, temperature, sinks": 144,
+    "verify shares: gqa 4 x 128, window (Mistral), 64 rows": 64,
+    "latent: mla 128 x 576/512 (DeepSeek-V3)": 40,
     **dict.fromkeys(
         (
             "extend for Hopper: gqa 4 x 128 (Llama-3)",
