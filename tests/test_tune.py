@@ -135,7 +135,7 @@ def test_what_was_measured_is_launched_by_the_row_that_says_so() -> None:
     for row in table.rows:
         if row.measured is None or table.runs[row.measured.run].file.startswith("data/h200/LOG.md"):
             continue
-        target = Target(kind="cuda", arch=int(row.on[0][3:])) if row.on[0].startswith("sm_") else H200
+        target = replace(H200, arch=int(row.on[0][3:])) if row.on[0].startswith("sm_") else H200
         for work in chosen(list(row.measured.us)):
             assert asked(table, launched(work, target)[row.kernel]) == row, f"{row.title}: {work.name}"
 
