@@ -35,7 +35,11 @@ from tests.tunings import fixed
 pytestmark = pytest.mark.skipif(PROBLEM is not None, reason="needs Triton")
 
 CPU = Setting(device=torch.device("cpu"), engine="triton")
-INTERPRETER, H200, A100 = Target(kind="interpreter"), Target(kind="cuda", arch=90), Target(kind="cuda", arch=80)
+INTERPRETER, H200, A100 = (
+    Target(kind="interpreter"),
+    Target(kind="cuda", arch=90, multiprocessors=132),
+    Target(kind="cuda", arch=80),
+)
 FP32 = {"dtype": torch.float32, "kv_dtype": torch.float32}
 DECODE = Workload(name="decode-small", mode="decode", cached=(70, 20), attention=heads(2, 1, 16), **FP32)
 SMALL = [
