@@ -82,7 +82,7 @@ class AttentionBackend:
     ) -> None:
         positive("max_requests", max_requests)
         positive("max_drafts", max_drafts)
-        require(isinstance(deterministic, bool), f"deterministic: expected a bool, got {deterministic!r}", TypeError)
+        _flag("deterministic", deterministic)
         max_tokens = pool.num_slots if max_tokens is None else positive("max_tokens", max_tokens)
         _check_parts(model, pool, table)
         self.model, self.pool, self.table = model, pool, table

@@ -23,6 +23,7 @@ from attnlab.kernels.tuning import using
 from attnlab.kernels.tuning.checks import refused, served
 from attnlab.kernels.tuning.rows import INTERPRETER, KERNELS, Row, Table, names_of
 from attnlab.memory.pool import KVView, compute_dtype
+from attnlab.plan.layout import values_seen
 from attnlab.plan.policies.balanced import Balanced
 from attnlab.plan.policy import SplitContext
 from attnlab.plan.tiles import LATENT_TILE, head_tiles, shares_tile
@@ -168,7 +169,7 @@ def _held(work: Workload, target: Target) -> int:
         context_len=max(work.lens),
         multiprocessors=target.multiprocessors,
         requests=work.requests,
-        longest=min(max(work.lens), spec.sight.span or max(work.lens)),
+        longest=max(values_seen(work.lens, spec.sight, behind=1)),
         kv_itemsize=work.kv_dtype.itemsize,
     )
     return target.held(Balanced().shares(ctx) * spec.kv_heads * head_tiles(spec.group))

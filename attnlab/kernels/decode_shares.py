@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from attnlab._triton import device_clock, jit, multiprocessor, release_dependents, tl, wait_for_earlier
-from attnlab.arguments import Arguments, Names
 from attnlab.kernels.core import (
     attend_shares_tile,
     join_sink,
@@ -34,7 +33,6 @@ from attnlab.plan.call import DecodeCall
 from attnlab.plan.tiles import HEAD_TILE, head_tiles
 from attnlab.spec import AttentionSpec
 
-OF_REQUESTS = Names(free=("requests",))
 WIDE = 256
 """Columns of keys up to which a multiprocessor has room for several tiles."""
 
@@ -92,7 +90,6 @@ def decode_shares(call: DecodeCall, *, target: Target) -> Launched | None:
             view.pair_arguments if view.paired else view.arguments,
             call.lane.arguments,
             call.partials.arguments,
-            Arguments(OF_REQUESTS, free=(call.out.shape[0],)),
         ),
         spec=spec,
         view=view,

@@ -25,7 +25,10 @@ from attnlab.plan.signature import Signature, signature_of
 from attnlab.plan.splits import SplitPlan
 from attnlab.plan.workspace import scratch_bytes
 
-LANE = Names(pointers=("slots_ptr", "indptr_ptr", "start_ptr", "segments_ptr", "programs_ptr", "merge_indptr_ptr"))
+LANE = Names(
+    pointers=("slots_ptr", "indptr_ptr", "start_ptr", "segments_ptr", "programs_ptr", "merge_indptr_ptr"),
+    free=("requests",),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,7 +76,8 @@ class Lane(ExtendLane):
         """What kernels are told of its lists and of who reads them; all layers of the lane are launched with these."""
         index, schedule = self.layout.index, self.schedule
         lists = index.slots, index.indptr, self.layout.start
-        return Arguments(LANE, (*lists, schedule.segments, schedule.program_indptr, schedule.merge_indptr))
+        pointers = (*lists, schedule.segments, schedule.program_indptr, schedule.merge_indptr)
+        return Arguments(LANE, pointers, free=(index.reqs,))
 
     @cached_property
     def repeats(self) -> dict[Any, Any]:
