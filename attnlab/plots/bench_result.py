@@ -79,33 +79,36 @@ def _rows_figure(result: Result, rows: Sequence[Row], left_out: int, title: str,
     body = ROW * len(rows)
     bottom = FOOTER + AXIS
     figure = canvas(bottom + body + KEY + HEADER)
-    more = f"; {left_out} more rows are in the result" if left_out else ""
-    caption = (
+    shares = [result.ceiling_share(row, FIRST) for row in rows]
+    bounded = any(part is not None for part in shares)  # recordings, and what runs on a host, have no ceiling
+    bars = (
         "Bars: what reading all keys and values, or computing all products, takes at the speed measured in this run,"
-        "\nas a share of attnlab's time. Marks: attnlab's time over a peer's; left of 1 attnlab is faster"
-        f"{more}."
+        "\nas a share of attnlab's time. "
     )
+    more = f"; {left_out} more rows are in the result" if left_out else ""
+    caption = f"{bars if bounded else ''}Marks: attnlab's time over a peer's; left of 1 attnlab is faster{more}."
     header(figure, theme, title, caption, source(result))
-    left = inches(figure, LEFT + NAMES, bottom, BAR, body)
-    shares = [result.ceiling_share(row, FIRST) or 0.0 for row in rows]
-    _bars(left, shares, theme, top=FULL)
-    left.set_xlabel("share of the device's ceiling")
-    left.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0%}"))
-    right = inches(figure, LEFT + NAMES + BAR + GAP, bottom, RATIO, body)
+    start = LEFT + NAMES + (BAR if bounded else 0) + GAP
+    right = inches(figure, start, bottom, LEFT + NAMES + BAR + GAP + RATIO - start, body)
     peers = [peer for peer in result.peers if peer != FIRST]
     _marks(right, rows, peers, theme)
-    for number, (row, part) in enumerate(zip(rows, shares, strict=True)):
+    for number, row in enumerate(rows):
         y = bottom + body - (number + 0.5) * ROW
         write(figure, LEFT, y, short(row.name, 34), size=SIZE["note"], va="center")
         first = row.time_of(FIRST)
         words = "not timed" if first is None else f"{first.median_us:,.0f} us"
-        end = LEFT + NAMES + BAR + GAP - 0.12
-        write(figure, end, y, words, size=SIZE["note"], ha="right", va="center", color=theme.soft)
-        if first is not None:
-            bar, inside = LEFT + NAMES + BAR * min(part, FULL) / FULL, part > SHORT
-            color, side = (text_on(ink_of(theme.requests[0], theme)), "right") if inside else (theme.soft, "left")
-            x = bar - 0.06 if inside else bar + 0.06
-            write(figure, x, y, share(part), size=SIZE["note"], ha=side, va="center", color=color)
+        write(figure, start - 0.12, y, words, size=SIZE["note"], ha="right", va="center", color=theme.soft)
+    if bounded:
+        left = inches(figure, LEFT + NAMES, bottom, BAR, body)
+        _bars(left, [part or 0.0 for part in shares], theme, top=FULL)
+        left.set_xlabel("share of the device's ceiling")
+        left.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0%}"))
+        for number, part in enumerate(shares):
+            if part is not None:
+                bar, inside = LEFT + NAMES + BAR * min(part, FULL) / FULL, part > SHORT
+                color, side = (text_on(ink_of(theme.requests[0], theme)), "right") if inside else (theme.soft, "left")
+                x, y = bar - 0.06 if inside else bar + 0.06, bottom + body - (number + 0.5) * ROW
+                write(figure, x, y, share(part), size=SIZE["note"], ha=side, va="center", color=color)
     _key(figure, peers, theme, bottom + body + 0.12)
     return figure
 
