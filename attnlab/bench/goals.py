@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from attnlab.assets import load_json
-from attnlab.bench.result import Result, Row, Timed
+from attnlab.bench.result import Result, Row
 from attnlab.checks import one_of, require
 
 Measure = Literal["time over", "TB/s", "TFLOP/s", "us", "rate over"]
@@ -77,11 +77,15 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one row made of a goal: a number, or None and `why` there is none."""
+    """What one row made of a goal: a number, or None and `why` there is none.
+
+    `ceiling` is what it would have been at the speed that the device had in that run; None where no ceiling applies.
+    """
 
     wanted: Wanted
     row: str
     measured: float | None
+    ceiling: float | None = None
     why: str = ""
 
     @property
@@ -91,12 +95,20 @@ class Outcome:
         return None if margin is None else margin >= 0
 
     @property
+    def beyond(self) -> bool:
+        """Whether the goal is missed and asks for more than the device's ceiling in that run."""
+        best = None if self.ceiling is None else self.wanted.margin(self.ceiling)
+        return self.met is False and best is not None and best < 0
+
+    @property
     def verdict(self) -> str:
         """Met or missed, and by how much of the goal.
 
         >>> one = next(one for one in goals() if one.measure == "us" and one.goal == 60)
         >>> Outcome(wanted=one, row=one.rows[0], measured=66.0).verdict
         'missed by 10.0%'
+        >>> Outcome(wanted=one, row=one.rows[0], measured=66.0, ceiling=63.0).verdict
+        'missed by 10.0%, by the ceiling too (63)'
         """
         if self.measured is None:
             return f"not measured: {self.why}"
@@ -105,6 +117,8 @@ class Outcome:
         if margin is None:
             return moonshot or "not the moonshot"
         words = f"{'met' if margin >= 0 else 'missed'} by {abs(margin):.1%}"
+        if self.beyond:
+            words += f", by the ceiling too ({self.ceiling:.4g})"
         return f"{words}, {moonshot}" if moonshot else words
 
 
@@ -126,8 +140,11 @@ def summary(found: Sequence[Outcome]) -> str:
     """Return in words how many rows of how many goals are met."""
     asked = [one for one in found if one.wanted.goal is not None]
     measured = [one for one in asked if one.met is not None]
-    met = sum(bool(one.met) for one in measured)
-    return f"{met} of {len(measured)} goals of rows are met; {len(asked) - len(measured)} were not measured"
+    met, beyond = (
+        sum(map(bool, counted)) for counted in ([one.met for one in measured], [one.beyond for one in found])
+    )
+    more = f"; {beyond} others ask for more than the device's ceiling in their run" if beyond else ""
+    return f"{met} of {len(measured)} goals of rows are met{more}; {len(asked) - len(measured)} were not measured"
 
 
 def _outcome(results: Sequence[Result], wanted: Wanted, place: int) -> Outcome:
@@ -137,13 +154,16 @@ def _outcome(results: Sequence[Result], wanted: Wanted, place: int) -> Outcome:
         if name not in rows:
             continue
         row, timed = rows[name], rows[name].time_of(wanted.of)
+        bound = _bound(result, row)
         if timed is None:
             why = f"no time of {wanted.of}"
         elif wanted.measure == "time over":
             others = [one for peer in wanted.over if (one := row.time_of(peer)) is not None]
             if others:
                 least = min(one.median_us for one in others)
-                return Outcome(wanted=wanted, row=name, measured=timed.median_us / least)
+                return Outcome(
+                    wanted=wanted, row=name, measured=timed.median_us / least, ceiling=bound and bound / least
+                )
             why = f"no time of {' or '.join(wanted.over)}{_reasons(row, wanted.over)}"
         elif wanted.measure == "rate over":
             twin = rows.get(wanted.over[place])
@@ -152,14 +172,24 @@ def _outcome(results: Sequence[Result], wanted: Wanted, place: int) -> Outcome:
                 return Outcome(wanted=wanted, row=name, measured=other.median_us / timed.median_us)
             why = f"the run has no time of {wanted.over[place]}"
         else:
-            return Outcome(wanted=wanted, row=name, measured=_rate(row, timed, wanted.measure))
+            at_best = bound and _rate(row, bound, wanted.measure)
+            return Outcome(
+                wanted=wanted, row=name, measured=_rate(row, timed.median_us, wanted.measure), ceiling=at_best
+            )
     return Outcome(wanted=wanted, row=name, measured=None, why=why)
 
 
-def _rate(row: Row, timed: Timed, unit: Measure) -> float:
+def _bound(result: Result, row: Row) -> float | None:
+    """Return the microseconds that reading or multiplying alone would take; None without either, or a ceiling."""
+    if result.ceilings is None:
+        return None
+    return result.ceilings.bound_us(kv_bytes=row.kv_bytes, flops=row.flops) or None
+
+
+def _rate(row: Row, us: float, unit: Measure) -> float:
     if unit == "us":
-        return timed.median_us
-    return (row.kv_bytes if unit == "TB/s" else row.flops) / timed.median_us / 1e6
+        return us
+    return (row.kv_bytes if unit == "TB/s" else row.flops) / us / 1e6
 
 
 def _reasons(row: Row, peers: Sequence[str]) -> str:
