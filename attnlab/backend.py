@@ -100,7 +100,7 @@ class AttentionBackend:
             ops=self.engine.ops,
             multiprocessors=multiprocessors,
             one_pass=deterministic,
-            latent_tiles=self.engine.latent_tiles,
+            large_tiles=self.engine.large_tiles,
             max_requests=max_requests,
             max_tokens=max_tokens,
         )

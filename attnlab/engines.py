@@ -30,7 +30,7 @@ from attnlab.plan.call import DecodeCall
 from attnlab.plan.extend_call import ExtendCall, VerifyCall
 from attnlab.plan.ops import PlanOps
 from attnlab.plan.score_call import ScoreCall
-from attnlab.plan.tiles import LATENT_TILE
+from attnlab.plan.tiles import LARGE_TILE
 
 
 class Engine(Protocol):
@@ -44,8 +44,8 @@ class Engine(Protocol):
         """Whether a request's bits are the same whatever else is in a batch, if the policy lets them."""
 
     @property
-    def latent_tiles(self) -> bool:
-        """Whether decode over even shares packs more heads of a group where these read latent rows (`plan.tiles`)."""
+    def large_tiles(self) -> bool:
+        """Whether decode over even shares packs more heads of a group than other kernels, as `plan.tiles` says."""
 
     @property
     def waits(self) -> bool:
@@ -88,7 +88,7 @@ class EagerEngine:
         return self.device.type == "cpu"
 
     @property
-    def latent_tiles(self) -> bool:
+    def large_tiles(self) -> bool:
         """True: it follows any schedule, and the plans that it shows are those of a Hopper GPU."""
         return True
 
@@ -152,7 +152,7 @@ class TritonEngine:
         return True
 
     @property
-    def latent_tiles(self) -> bool:
+    def large_tiles(self) -> bool:
         """Whether this is a Hopper GPU, whose shared memory and tensor cores they were made for, or the interpreter."""
         return self.target.is_hopper or self.target.kind == "interpreter"
 
@@ -183,7 +183,7 @@ class TritonEngine:
         with launching_on(self.device):
             if not call.lane.schedule.persistent:
                 split = triton_decode.decode_split(call, target=self.target)
-            elif call.head_tile == LATENT_TILE:
+            elif call.view.v_in_k and call.head_tile == LARGE_TILE:
                 split = decode_latent.decode_latent(call, target=self.target)
             else:
                 split = decode_shares.decode_shares(call, target=self.target)

@@ -29,7 +29,7 @@ def rows(table: str) -> dict[str, str]:
     return {line.split("|")[1].strip(): line for line in lines}
 
 
-OF_HOPPER = ("a multiprocessor", "states kept")
+OF_HOPPER = ("a multiprocessor", "heads a program", "states kept")
 """How names end of what is compiled for Hopper alone, where other targets' text would say nothing new."""
 
 

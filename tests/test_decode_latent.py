@@ -19,7 +19,7 @@ from attnlab.kernels import decode_latent, decode_shares, launch
 from attnlab.plan.policies.balanced import Balanced
 from attnlab.plan.policy import SharePolicy, SplitContext
 from attnlab.plan.splits import cut
-from attnlab.plan.tiles import HEAD_TILE, LATENT_TILE, head_tiles, shares_tile
+from attnlab.plan.tiles import HEAD_TILE, LARGE_TILE, head_tiles, shares_tile
 from attnlab.plots.schedule_view import cut_view
 from attnlab.spec import AttentionSpec
 from tests.cases import ENGINES, Case, Stand
@@ -73,7 +73,7 @@ def test_decode_agrees_with_the_oracle(case: Case, engine: str, device: str, mon
 
 
 def skip_other_gpus(stand: Stand) -> None:
-    if not stand.backend.engine.latent_tiles:
+    if not stand.backend.engine.large_tiles:
         pytest.skip("needs a Hopper GPU")
 
 
@@ -164,8 +164,8 @@ def spec(**changes: object) -> AttentionSpec:
 
 def test_tiles_are_wide_where_many_heads_read_latent_rows_in_half_precision() -> None:
     mla = {"mla": True, "kv_dtype": torch.bfloat16}
-    assert shares_tile([spec(), spec(heads=40)], **mla) == LATENT_TILE
-    assert shares_tile([spec()], mla=True, kv_dtype=torch.float16) == LATENT_TILE
+    assert shares_tile([spec(), spec(heads=40)], **mla) == LARGE_TILE
+    assert shares_tile([spec()], mla=True, kv_dtype=torch.float16) == LARGE_TILE
     assert shares_tile([spec(), spec(heads=16)], **mla) == HEAD_TILE
     assert shares_tile([spec(v_dim=288, qk_dim=352)], **mla) == HEAD_TILE  # the values are no main tile
     assert shares_tile([spec(qk_dim=512)], **mla) == HEAD_TILE  # there are no other columns
@@ -174,7 +174,7 @@ def test_tiles_are_wide_where_many_heads_read_latent_rows_in_half_precision() ->
     assert shares_tile([MLA_WITH_MOD.spec()], **mla) == HEAD_TILE
     assert shares_tile([spec()], mla=True, kv_dtype=torch.float8_e4m3fn) == HEAD_TILE
     assert shares_tile([spec()], mla=False, kv_dtype=torch.bfloat16) == HEAD_TILE
-    assert [head_tiles(group, LATENT_TILE) for group in (64, 65, 128)] == [1, 2, 2]
+    assert [head_tiles(group, LARGE_TILE) for group in (64, 65, 128)] == [1, 2, 2]
 
 
 MLA_WITH_MOD = replace(MLA, mod="alibi")
@@ -182,7 +182,7 @@ MLA_WITH_MOD = replace(MLA, mod="alibi")
 
 def test_there_is_one_program_a_multiprocessor() -> None:
     ctx = SplitContext(
-        heads=128, kv_heads=1, v_dim=512, mla=True, context_len=1 << 20, multiprocessors=132, head_tile=LATENT_TILE
+        heads=128, kv_heads=1, v_dim=512, mla=True, context_len=1 << 20, multiprocessors=132, head_tile=LARGE_TILE
     )
     assert Balanced().shares(ctx) == 66
     assert Balanced().shares(replace(ctx, heads=64)) == 132
@@ -195,7 +195,7 @@ def test_there_is_one_program_a_multiprocessor() -> None:
 def test_the_twin_follows_the_same_schedule() -> None:
     plans = [Stand(MANY, engine, device).plan().lane(1).schedule for engine, device in ENGINES]
     if plans[0].head_tile == plans[1].head_tile:  # on other GPUs the twin plans as for a Hopper one all the same
-        assert plans[0].head_tile == LATENT_TILE and plans[0].head_tiles(72) == 2
+        assert plans[0].head_tile == LARGE_TILE and plans[0].head_tiles(72) == 2
         assert torch.equal(plans[0].segments, plans[1].segments)
 
 

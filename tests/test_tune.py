@@ -128,7 +128,7 @@ def test_all_workloads_of_the_table_are_launched_by_a_row_of_every_kernel_that_m
     for target in (H200, A100, Target(kind="hip")):
         made = tasks(tuning.shipped(), target, TABLE)
         kernels = {one.row.kernel for one in made}
-        runs = {"decode_latent", "extend_hopper"} if target == H200 else {"extend"}
+        runs = {"decode_groups", "decode_latent", "extend_hopper"} if target == H200 else {"extend"}
         assert kernels == {"decode_split", "decode_shares", "verify_split", "verify_shares", *runs}
         assert TEXTS.keys() == GRIDS.keys() == KERNELS.keys()
 

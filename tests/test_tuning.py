@@ -36,6 +36,7 @@ from tests.tunings import content, fixed
 CONFIGS: dict[str, type[Any]] = {
     "decode_split": SplitConfig,
     "decode_shares": SharesConfig,
+    "decode_groups": SharesConfig,
     "decode_latent": LatentConfig,
     "verify_split": VerifyConfig,
     "verify_shares": VerifySharesConfig,
@@ -73,9 +74,10 @@ PAIRS: list[tuple[Callable[[], Any], tuple[int | None, ...]]] = [
     (lambda: SplitConfig.choose(LATENT, H200, fp32=False), (32, 8, 1)),
     (lambda: SplitConfig.choose(spec(8, 8), TARGETS[3], fp32=False), (64, 4, 2)),
     (lambda: SplitConfig.choose(LLAMA, INTERPRETER, fp32=True), (256, 4, 1)),
-    (lambda: SharesConfig.choose(GEMMA, H200, compute=BF16, kv_dtype=BF16, held=4), (64, 4, 3)),
-    (lambda: SharesConfig.choose(LLAMA, H200, compute=FP32, kv_dtype=FP32, held=4), (32, 8, 2)),
-    (lambda: SharesConfig.choose(LLAMA, TARGETS[2], compute=BF16, kv_dtype=BF16, held=4), (32, 4, 1)),
+    (lambda: shares(of=GEMMA), (64, 4, 3)),
+    (lambda: shares(dtype=FP32), (32, 8, 2)),
+    (lambda: shares(target=TARGETS[2]), (32, 4, 1)),
+    (lambda: shares(head_tile=64), (64, 4, 7)),
     (lambda: LatentConfig.choose(H200), (64, 8, 2)),
     (lambda: HopperConfig.choose(GEMMA, H200), (128, 64, 8, 2, None)),
     (lambda: HopperConfig.choose(SMOL, H200), (128, 64, 8, 2, 128)),
@@ -98,6 +100,10 @@ PAIRS: list[tuple[Callable[[], Any], tuple[int | None, ...]]] = [
     (lambda: extend(most=None, of=LATENT, kv=FP8), (16, 32, 8, 1)),
     (lambda: extend(most=999, target=TARGETS[2]), (64, 32, 8, 1)),
 ]
+
+
+def shares(*, of: AttentionSpec = LLAMA, target: Target = H200, dtype: torch.dtype = BF16, head_tile: int = 16) -> Any:
+    return SharesConfig.choose(of, target, compute=dtype, kv_dtype=dtype, held=4, head_tile=head_tile)
 
 
 def verify(*, rows: int | None, of: AttentionSpec = LLAMA, target: Target = H200) -> Any:
@@ -125,7 +131,7 @@ def test_all_shapes_that_are_compiled_have_a_row_on_every_target() -> None:
         for target in TARGETS:
             of, view = shape.spec(), shape.view()
             dtypes = {"compute": shape.dtype, "kv_dtype": view.k.dtype}
-            SharesConfig.choose(of, target, **dtypes, held=4)
+            SharesConfig.choose(of, target, **dtypes, held=4, head_tile=16)
             for rows in (1, 64, None):
                 ExtendConfig.choose(of, target, **dtypes, masked=shape.masked, most=rows)
                 VerifyConfig.choose(of, target, **dtypes, masked=shape.masked, rows=rows)
@@ -289,6 +295,9 @@ def test_values_narrower_than_tiles_of_keys_are_refused_on_hopper_alone() -> Non
     breaks(table, "extend on sm_90: v_dim <= 32: values of 1 columns and 64 rows or more with tiles of 64 keys: ptxas")
     narrow["config"] = {"block_m": 32, "block_n": 64, "num_warps": 4, "num_stages": 2}
     check(parsed(table, name="t"), name="t")
+    (large,) = rows_of(table, "decode_groups", "sm_90")
+    large["config"]["block_n"] = 128
+    breaks(table, "decode_groups on sm_90: any: values of 33 columns and 64 rows or more with tiles of 128 keys: ptxas")
 
 
 def test_values_that_are_read_as_pairs_are_half_as_wide() -> None:

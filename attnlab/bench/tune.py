@@ -26,13 +26,14 @@ from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.layout import values_seen
 from attnlab.plan.policies.balanced import Balanced
 from attnlab.plan.policy import SplitContext
-from attnlab.plan.tiles import LATENT_TILE, head_tiles, shares_tile
+from attnlab.plan.tiles import HEAD_TILE, LARGE_TILE, head_tiles, shares_tile
 
 Config = dict[str, int | None]
 
 GRIDS: dict[str, dict[str, tuple[int | None, ...]]] = {
     "decode_split": {"block_n": (16, 32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3)},
     "decode_shares": {"block_n": (16, 32, 64, 128), "num_warps": (1, 2, 4, 8), "num_stages": (1, 3, 5)},
+    "decode_groups": {"block_n": (16, 32, 64), "num_warps": (4, 8), "num_stages": (3, 5, 7)},
     "decode_latent": {"block_n": (16, 32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)},
     "verify_split": {
         "block_m": (16, 32, 64),
@@ -66,6 +67,7 @@ POLICIES = {"decode_split": "seed", "verify_split": "seed"}
 TEXTS = {
     "decode_split": decode._decode_split_kernel,
     "decode_shares": decode_shares._decode_shares_kernel,
+    "decode_groups": decode_shares._decode_shares_kernel,
     "decode_latent": decode_latent._decode_latent_kernel,
     "verify_split": verify._verify_split_kernel,
     "verify_shares": verify_shares._verify_shares_kernel,
@@ -135,18 +137,19 @@ def launched(work: Workload, target: Target) -> dict[str, Callable[[], object]]:
     if work.splits is not None:
         return {}
     spec, rows = work.attention, work.new * work.attention.group
-    dtypes = {"compute": compute_dtype(work.dtype, work.kv_dtype), "kv_dtype": work.kv_dtype}
+    dtypes: dict[str, Any] = {"compute": compute_dtype(work.dtype, work.kv_dtype), "kv_dtype": work.kv_dtype}
     if work.mode == "decode":
         packs = target.is_hopper or target.kind == INTERPRETER
-        tile = shares_tile([spec], mla=work.mla, kv_dtype=work.kv_dtype)
+        tile = shares_tile([spec], mla=work.mla, kv_dtype=work.kv_dtype) if packs else HEAD_TILE
         fp32 = dtypes["compute"] == torch.float32
         split = {"decode_split": lambda: decode.SplitConfig.choose(spec, target, fp32=fp32)}
-        if packs and tile == LATENT_TILE:
+        if work.mla and tile == LARGE_TILE:
             return {**split, "decode_latent": lambda: decode_latent.LatentConfig.choose(target)}
-        held = _held(work, target)
-        return {**split, "decode_shares": lambda: decode_shares.SharesConfig.choose(spec, target, **dtypes, held=held)}
+        how: dict[str, Any] = {**dtypes, "held": _held(work, target, tile), "head_tile": tile}
+        name = "decode_groups" if tile == LARGE_TILE else "decode_shares"
+        return {**split, name: lambda: decode_shares.SharesConfig.choose(spec, target, **how)}
     if work.mode == "verify":
-        how: dict[str, Any] = {**dtypes, "masked": False, "rows": rows}  # masks of drafts leave cached keys alone
+        how = {**dtypes, "masked": False, "rows": rows}  # masks of drafts leave cached keys alone
         return {
             "verify_split": lambda: verify.VerifyConfig.choose(spec, target, **how),
             "verify_shares": lambda: verify_shares.VerifySharesConfig.choose(spec, target, **how),
@@ -158,8 +161,8 @@ def launched(work: Workload, target: Target) -> dict[str, Callable[[], object]]:
     return {"extend": lambda: extend.ExtendConfig.choose(spec, target, **dtypes, masked=False, most=most)}
 
 
-def _held(work: Workload, target: Target) -> int:
-    """Return how many programs of even shares a multiprocessor holds of a decode."""
+def _held(work: Workload, target: Target, tile: int) -> int:
+    """Return how many programs of even shares a multiprocessor holds of a decode, `tile` heads a program."""
     spec = work.attention
     ctx = SplitContext(
         heads=spec.heads,
@@ -168,11 +171,12 @@ def _held(work: Workload, target: Target) -> int:
         mla=work.mla,
         context_len=max(work.lens),
         multiprocessors=target.multiprocessors,
+        head_tile=tile,
         requests=work.requests,
         longest=max(values_seen(work.lens, spec.sight, behind=1)),
         kv_itemsize=work.kv_dtype.itemsize,
     )
-    return target.held(Balanced().shares(ctx) * spec.kv_heads * head_tiles(spec.group))
+    return target.held(Balanced().shares(ctx) * spec.kv_heads * head_tiles(spec.group, tile))
 
 
 def _has_tiles(work: Workload) -> bool:

@@ -1,6 +1,6 @@
 """Decode of many heads over latent rows (MLA): a row is loaded once, for the scores and the values of up to 64 heads.
 
-The variant of `decode_shares.py` for schedules whose programs pack LATENT_TILE heads: the same segments, partials and
+The variant of `decode_shares.py` for schedules whose programs pack LARGE_TILE heads: the same segments, partials and
 lone answers, and the same merge. With 16 heads a program, eight programs load each row of DeepSeek's; with 64 two do,
 and then tensor cores set the pace, not the memory. What keeps them busy here are habits of Triton's compiler, found in
 its intermediate text (TTGIR) and confirmed by timing; each is told where it is made use of, and all of them rest on a
@@ -36,7 +36,7 @@ from attnlab.kernels.target import Target
 from attnlab.kernels.tuning import tuned
 from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.call import DecodeCall
-from attnlab.plan.tiles import LATENT_TILE, head_tiles
+from attnlab.plan.tiles import LARGE_TILE, head_tiles
 from attnlab.spec import AttentionSpec
 
 ALWAYS = 3
@@ -65,7 +65,7 @@ class LatentConfig:
 def decode_latent(call: DecodeCall, *, target: Target) -> Launched | None:
     """Leave the softmax states of segments that are to be merged in `call.partials`, and whole answers in `call.out`.
 
-    Computes: as `decode_shares`. The layer is one of those that `shares_tile` gives LATENT_TILE.
+    Computes: as `decode_shares`. The layer is one of those that `shares_tile` gives LARGE_TILE.
     Shapes: as `DecodeCall` has them.
     Grid: (head tiles, programs): a program owns its segments of the schedule, and up to 64 query heads of a group. The
     tiles of one program of the schedule come one after the other: they run at a time and walk the same rows in step,
@@ -78,7 +78,7 @@ def decode_latent(call: DecodeCall, *, target: Target) -> Launched | None:
     sent = sendable(call, target)
     launched = DECODE_LATENT.launch(
         target,
-        (head_tiles(spec.group, LATENT_TILE), schedule.programs, 1),
+        (head_tiles(spec.group, LARGE_TILE), schedule.programs, 1),
         (sent.arguments, call.view.arguments, call.lane.arguments, call.partials.arguments, TAKEN),
         spec=spec,
         view=call.view,
@@ -102,7 +102,7 @@ def latent_constants(
     constants: dict[str, Any] = {
         "KV_HEADS": spec.kv_heads,
         "GROUP": spec.group,
-        "BLOCK_H": LATENT_TILE,
+        "BLOCK_H": LARGE_TILE,
         **tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n),
         # Then a score is a product times a positive number, and largest products are largest scores.
         "PLAIN": plain_scores(spec, view),

@@ -30,7 +30,7 @@ from attnlab.kernels.target import Target
 from attnlab.kernels.tuning import tuned
 from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.call import DecodeCall
-from attnlab.plan.tiles import HEAD_TILE, head_tiles
+from attnlab.plan.tiles import LARGE_TILE
 from attnlab.spec import AttentionSpec
 
 WIDE = 256
@@ -47,12 +47,21 @@ class SharesConfig:
 
     @classmethod
     def choose(
-        cls, spec: AttentionSpec, target: Target, *, compute: torch.dtype, kv_dtype: torch.dtype, held: int
+        cls,
+        spec: AttentionSpec,
+        target: Target,
+        *,
+        compute: torch.dtype,
+        kv_dtype: torch.dtype,
+        held: int,
+        head_tile: int,
     ) -> SharesConfig:
         """Return the choice of the table (`attnlab.kernels.tuning`) where a multiprocessor holds so many programs.
 
         The fewer programs, the more keys each must have on their way: about 128 KB of them on a multiprocessor.
         """
+        if head_tile == LARGE_TILE:
+            return cls(**tuned("decode_groups", target, qk_dim=spec.qk_dim, v_dim=spec.v_dim))
         return cls(
             **tuned(
                 "decode_shares",
@@ -74,17 +83,16 @@ def decode_shares(call: DecodeCall, *, target: Target) -> Launched | None:
     and where `call.keeps` its state as well. Under an `uncut` schedule that is every answer, those of requests without
     keys too.
     Shapes: as `DecodeCall` has them.
-    Grid: (programs, head tiles): a program owns its segments of the schedule, and up to 16 query heads of a group.
+    Grid: (programs, head tiles): a program owns its segments of the schedule, and a tile of a group's query heads.
     Reads/writes: the keys and values of the segments' slots alone; of partials and outputs, its own rows.
     """
     spec, view, schedule = call.spec, call.view, call.lane.schedule
     if call.out.shape[0] == 0:
         return None
     sent = sendable(call, target)
-    tiles = head_tiles(spec.group)
     launched = DECODE_SHARES.launch(
         target,
-        (schedule.programs, tiles, 1),
+        (schedule.programs, call.head_tiles, 1),
         (
             sent.arguments,
             view.pair_arguments if view.paired else view.arguments,
@@ -98,7 +106,8 @@ def decode_shares(call: DecodeCall, *, target: Target) -> Launched | None:
         has_lse=call.lse is not None,
         keeps=call.keeps,
         uncut=schedule.uncut,
-        held=target.held(schedule.programs * tiles),
+        held=target.held(schedule.programs * call.head_tiles),
+        head_tile=call.head_tile,
         timed=call.times is not None,
     )
     if sent.out is not call.out:
@@ -114,22 +123,23 @@ def shares_constants(
     q_dtype: torch.dtype,
     has_lse: bool,
     held: int,
+    head_tile: int,
     keeps: bool,
     uncut: bool,
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on.
 
-    `held` is how many programs a multiprocessor holds at a time.
+    `held` is how many programs a multiprocessor holds at a time, `head_tile` how many query heads each packs.
     """
     compute = compute_dtype(q_dtype, view.k.dtype)
     if spec.qk_dim > WIDE and not view.v_in_k:
         held = max(held, 2)  # wide keys and values of their own leave no room for loads that are far ahead
-    config = SharesConfig.choose(spec, target, compute=compute, kv_dtype=view.k.dtype, held=held)
+    config = SharesConfig.choose(spec, target, compute=compute, kv_dtype=view.k.dtype, held=held, head_tile=head_tile)
     tiles = tile_constants(spec=spec, view=view, target=target, compute=compute, block_n=config.block_n)
     constants: dict[str, Any] = {
         "KV_HEADS": spec.kv_heads,
         "GROUP": spec.group,
-        "BLOCK_H": HEAD_TILE,
+        "BLOCK_H": head_tile,
         **tiles,
         **pair_constants(spec=spec, view=view, compute=tiles["COMPUTE"]),
         "PLAIN": plain_scores(spec, view),
@@ -253,7 +263,7 @@ def _decode_shares_kernel(
         wait_for_earlier()
     if TIMES:
         began = device_clock()
-    # 1. What is mine: some segments, for up to 16 heads of a group. Strides may be large: offsets are 64-bit.
+    # 1. What is mine: some segments, for a tile of a group's heads. Strides may be large: offsets are 64-bit.
     PAIRS: tl.constexpr = k_ptr.dtype.element_ty == tl.int16
     member = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = member < GROUP

@@ -48,7 +48,7 @@ class _Keys(NamedTuple):
 class Planner:
     """What plans are made from, for as long as a server runs; `build` makes one.
 
-    `latent_tiles`: programs of even shares pack more heads over latent rows, where `plan.tiles` says so.
+    `large_tiles`: programs of even shares pack more heads than others, where `plan.tiles` says so.
     `max_requests` and `max_tokens` are what the backend was built for, where there is one: refusals name what lacks.
     """
 
@@ -59,7 +59,7 @@ class Planner:
     ops: PlanOps
     multiprocessors: int | None
     one_pass: bool = False
-    latent_tiles: bool = False
+    large_tiles: bool = False
     max_requests: int | None = None
     max_tokens: int | None = None
 
@@ -150,7 +150,7 @@ class Planner:
         )
 
     def _head_tile(self, layers: Sequence[AttentionSpec]) -> int:
-        if not self.latent_tiles:
+        if not self.large_tiles:
             return HEAD_TILE
         return shares_tile(layers, mla=self.model.mla, kv_dtype=self.model.kv_dtype)
 

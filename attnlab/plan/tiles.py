@@ -13,10 +13,13 @@ from attnlab.spec import AttentionSpec
 
 HEAD_TILE = 16
 """Query heads of one group that a program packs into a tile, the original's too; the tensor core's smallest side."""
-LATENT_TILE = 64
-"""Query heads that a program of even shares packs where they read latent rows: the rows of a Hopper tensor core."""
+LARGE_TILE = 64
+"""Query heads that a program of even shares packs where a group has more: the rows of a Hopper tensor core."""
 MOST_LATENT_DIM = 576
 """Columns of a latent row up to which 64 queries, two tiles of 64 rows and weights fit a Hopper multiprocessor."""
+FEWEST_COLUMNS = 33
+"""Of values from which on a tile of LARGE_TILE rows is right: they are padded to 64 columns, and with fewer than a tile
+has keys, 64 there, ptxas 12.8 gets products wrong."""
 NARROW_DIM = 128
 """Of values up to so wide an H200 multiprocessor holds four programs of even shares, of wider ones two (measured)."""
 
@@ -33,25 +36,29 @@ def head_tiles(group: int, tile: int = HEAD_TILE) -> int:
 def shares_tile(layers: Sequence[AttentionSpec], *, mla: bool, kv_dtype: torch.dtype) -> int:
     """Return how many query heads a program of even shares packs, for layers that have one schedule; on a Hopper GPU.
 
-    LATENT_TILE where each has more heads than fit HEAD_TILE, over latent rows in half precision of at most
-    MOST_LATENT_DIM columns, whose main ones, the highest power of two, are the values (512 of 576). Not under a
-    modifier: what it needs of a multiprocessor is its own affair, and such a tile leaves nothing.
+    The more it packs, the fewer programs load the same keys. LARGE_TILE where each layer has more heads than fit
+    HEAD_TILE, over keys in half precision: of FEWEST_COLUMNS up to NARROW_DIM columns, or latent rows of at most
+    MOST_LATENT_DIM, whose main columns, the highest power of two, are the values (512 of 576). Not under a modifier:
+    what it needs of a multiprocessor is its own affair, and such a tile leaves little.
 
     >>> deepseek = AttentionSpec(heads=128, kv_heads=1, qk_dim=576, v_dim=512, scale=0.07)
     >>> shares_tile([deepseek], mla=True, kv_dtype=torch.bfloat16)
     64
     """
-    latent = mla and kv_dtype in (torch.bfloat16, torch.float16)
-    latent = latent and all(_many_over_latent_rows(layer) for layer in layers)
-    return LATENT_TILE if latent else HEAD_TILE
+    half = kv_dtype in (torch.bfloat16, torch.float16)
+    fits = _fits_over_latent_rows if mla else _fits
+    many = all(layer.group > HEAD_TILE and layer.mod is None and fits(layer) for layer in layers)
+    return LARGE_TILE if half and many else HEAD_TILE
 
 
-def _many_over_latent_rows(layer: AttentionSpec) -> bool:
+def _fits(layer: AttentionSpec) -> bool:
+    return layer.v_dim >= FEWEST_COLUMNS and max(layer.qk_dim, layer.v_dim) <= NARROW_DIM
+
+
+def _fits_over_latent_rows(layer: AttentionSpec) -> bool:
     main, rest = layer.v_dim, layer.qk_dim - layer.v_dim
-    many = layer.group > HEAD_TILE and layer.mod is None and layer.qk_dim <= MOST_LATENT_DIM
     powers_of_two = all(x & (x - 1) == 0 for x in (main, rest))
-    # ptxas 12.8 gets products wrong whose values have fewer columns than a tile has keys, 64 here.
-    return many and powers_of_two and HEAD_TILE <= rest < main and main >= LATENT_TILE
+    return layer.qk_dim <= MOST_LATENT_DIM and powers_of_two and HEAD_TILE <= rest < main and main >= LARGE_TILE
 
 
 def row_tile(v_dim: int) -> int:

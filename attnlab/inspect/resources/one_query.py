@@ -9,6 +9,7 @@ from attnlab.inspect.resources.shapes import Shape
 from attnlab.kernels import decode, decode_latent, decode_shares, scores
 from attnlab.kernels.launch import merge_options, stored
 from attnlab.kernels.target import Target
+from attnlab.plan.tiles import HEAD_TILE
 
 SCORE_POINTERS = {"out_ptr": torch.float32, "tokens_ptr": torch.int64, "visible_ptr": torch.uint8}
 
@@ -29,7 +30,9 @@ def split_variant(shape: Shape, target: Target) -> Variant:
     )
 
 
-def shares_variant(shape: Shape, target: Target, *, held: int = 4, keeps: bool = False, uncut: bool = False) -> Variant:
+def shares_variant(
+    shape: Shape, target: Target, *, held: int = 4, head_tile: int = HEAD_TILE, keeps: bool = False, uncut: bool = False
+) -> Variant:
     """Return a decode over even shares, as its launcher would compile it."""
     constants, options = decode_shares.shares_constants(
         spec=shape.spec(),
@@ -38,13 +41,17 @@ def shares_variant(shape: Shape, target: Target, *, held: int = 4, keeps: bool =
         q_dtype=shape.dtype,
         has_lse=True,
         held=held,
+        head_tile=head_tile,
         keeps=keeps,
         uncut=uncut,
     )
     k, v = stored(shape.view())
     pointers = {**split_variant(shape, target).pointers, "k_ptr": k.dtype, "v_ptr": v.dtype}
     return Variant(
-        name=f"shares: {shape.name}" + (f", {held} a multiprocessor" if held != 4 else "") + ", states kept" * keeps,
+        name=f"shares: {shape.name}"
+        + (f", {head_tile} heads a program" if head_tile != HEAD_TILE else "")
+        + (f", {held} a multiprocessor" if held != 4 else "")
+        + ", states kept" * keeps,
         kernel=decode_shares._decode_shares_kernel,
         pointers={**pointers, "out_ptr": shape.dtype, "lse_ptr": torch.float32, "sinks_ptr": shape.dtype},
         constants={**constants, "TIMES": False, "times_ptr": None},

@@ -84,6 +84,7 @@ SHORT = Shape(
     name="gqa 8 x 64, window, sinks (gpt-oss)", heads=64, kv_heads=8, qk_dim=64, v_dim=64, window=128, sinks=True
 )
 TREE = replace(GQA, name="gqa 4 x 128, draft tree", masked=True)
+MQA = Shape(name="mqa 48 x 128 (StarCoder)", heads=48, kv_heads=1, qk_dim=128, v_dim=128)
 SHAPES = [
     GQA,
     BYTES,
@@ -132,5 +133,11 @@ LATENT = (
     ),
     Shape(name="mla 40 x 288/256 (MiniCPM3)", heads=40, kv_heads=1, qk_dim=288, v_dim=256, mla=True),
 )
-"""Shapes whose decode over even shares packs more heads, on a Hopper GPU."""
+"""Shapes of latent rows whose decode over even shares packs more heads, on a Hopper GPU."""
+LARGE = (
+    MQA,
+    replace(MQA, name="mqa 48 x 128, cap, temperature, sinks", softcap=30.0, temperature_len=1024, sinks=True),
+    replace(MQA, name="mqa 71 x 64, pages of 16 (Falcon-7B)", heads=71, qk_dim=64, v_dim=64, page_size=16),
+)
+"""Other shapes of which it does."""
 MERGED = ("gqa 4 x 128 (Llama-3)", "gqa 3 x 64 (SmolLM2)", "gqa 2 x 256 (Gemma)", "mha 80 (StableLM)", MLA.name)

@@ -25,6 +25,7 @@ from attnlab.inspect.resources.shapes import (
     BYTES,
     FP8,
     GQA,
+    LARGE,
     LATENT,
     MERGED,
     MHA,
@@ -39,6 +40,7 @@ from attnlab.kernels import extend_hopper, index, lane_counts, lane_lists
 from attnlab.kernels.target import Target
 from attnlab.plan import size_rules
 from attnlab.plan.policies import seed, tile
+from attnlab.plan.tiles import LARGE_TILE
 
 
 def variants(target: Target) -> Iterator[Variant]:
@@ -55,6 +57,8 @@ def variants(target: Target) -> Iterator[Variant]:
     if target.is_hopper:
         for shape, held in ((GQA, 1), (BYTES, 2), (MLA, 1)):
             yield shares_variant(shape, target, held=held)
+        for shape in LARGE:
+            yield shares_variant(shape, target, head_tile=LARGE_TILE)
         yield shares_variant(SHORT, target, held=8, uncut=True)
         yield shares_variant(GQA, target, keeps=True)
         for shape in LATENT:

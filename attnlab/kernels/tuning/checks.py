@@ -27,7 +27,7 @@ from attnlab.kernels.tuning.rows import (
     completed,
     conditions,
 )
-from attnlab.plan.tiles import NARROW_DIM, row_tile
+from attnlab.plan.tiles import LARGE_TILE, NARROW_DIM, row_tile
 
 READ_PAIRS = ("decode_shares", "verify_shares")
 """Kernels that read 8-bit numbers two columns at a time (kernels/pairs.py)."""
@@ -81,7 +81,8 @@ def refused(row: Row, names: tuple[str, ...], shape: Mapping[str, Any]) -> str |
     if config["num_warps"] not in (1, 2, 4, 8, 16, 32):
         return f"num_warps: expected a power of two up to 32, got {config['num_warps']}"
     block_m, block_n = config.get("block_m") or 0, config["block_n"] or 0
-    if "sm_90" in names and block_m >= 64 and _value_columns(row.kernel, shape) < block_n:
+    rows = LARGE_TILE if row.kernel == "decode_groups" else block_m
+    if "sm_90" in names and rows >= 64 and _value_columns(row.kernel, shape) < block_n:
         return (
             f"values of {shape['v_dim']} columns and 64 rows or more with tiles of {block_n} keys: ptxas 12.8, which "
             "comes with Triton 3.6 and 3.7, compiles dots of warp groups to wrong results where the values are "

@@ -48,6 +48,9 @@ _ROWS = ("qk_dim", "v_dim", "compute", "kv", "masked", "modifier", "rows")
 KERNELS: dict[str, Kernel] = {
     "decode_split": Kernel(fields=_N, words=("qk_dim", "group", "compute")),
     "decode_shares": Kernel(fields=_N, words=("qk_dim", "v_dim", "compute", "kv", "modifier", "held")),
+    "decode_groups": Kernel(
+        fields=_N, words=("qk_dim", "v_dim"), runs_on=(INTERPRETER, "sm_90"), serves="v_dim > 32, widest <= 128"
+    ),
     "decode_latent": Kernel(fields=_N, words=(), runs_on=(INTERPRETER, "sm_90")),
     "verify_split": Kernel(fields=_MN, words=_ROWS),
     "verify_shares": Kernel(fields=_MN, words=(*_ROWS, "bounded")),
@@ -59,7 +62,8 @@ KERNELS: dict[str, Kernel] = {
         serves="v_dim > 32, widest <= 256",
     ),
 }
-"""By the name of the module, or of the launcher where a module has several."""
+"""By the name of the module, or of the launcher where a module has several; "decode_groups" is `decode_shares` for
+tiles of 64 query heads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ class Balanced(SharePolicy):
     `programs` are those that a multiprocessor holds; None: as many as were fastest on an H200. Four hide each other's
     waits in a decode of many requests; eight where heads are narrow and no list longer than a tile. One, with more keys
     on their way, leaves fewer partials to merge: of few requests, over latent rows, of drafts; two there of 8-bit
-    numbers. Two in a decode of values wider than 128. One where a tile packs more than 16 heads. Not batch-invariant:
-    where a request is cut depends on all that come before it.
+    numbers. Two in a decode of values wider than 128. One where a tile packs more than 16 heads, two if these are
+    narrow. Not batch-invariant: where a request is cut depends on all that come before it.
     """
 
     tile: int = 128
@@ -52,8 +52,6 @@ class Balanced(SharePolicy):
 
 def _held(ctx: SplitContext, tile: int) -> int:
     """Return how many programs a multiprocessor holds at a time."""
-    if ctx.head_tile > HEAD_TILE:
-        return 1
     few = 2 if ctx.kv_itemsize == 1 else 1
     if ctx.drafts is not None or ctx.mla:
         return few
@@ -61,5 +59,7 @@ def _held(ctx: SplitContext, tile: int) -> int:
         return 2
     if ctx.requests is not None and ctx.requests <= FEW:
         return few
+    if ctx.head_tile > HEAD_TILE:
+        return 2 if ctx.v_dim <= NARROW_DIM // 2 else 1
     short = ctx.longest is not None and ctx.longest <= tile
     return SHORT if short and ctx.v_dim <= NARROW_DIM // 2 and ctx.kv_itemsize > 1 else 4
