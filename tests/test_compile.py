@@ -29,7 +29,7 @@ def rows(table: str) -> dict[str, str]:
     return {line.split("|")[1].strip(): line for line in lines}
 
 
-OF_HOPPER = ("a multiprocessor", "heads a program", "states kept")
+OF_HOPPER = ("a multiprocessor", "heads a program", "states kept", "timed")
 """How names end of what is compiled for Hopper alone, where other targets' text would say nothing new."""
 
 
@@ -97,6 +97,12 @@ def test_no_variant_spills(compiled: str) -> None:
     for name, row in rows(compiled).items():
         spills = [int(cell.split("/")[1]) for cell in row.split("|")[2:-1] if "/" in cell]
         assert max(spills) <= SPILLS.get(name, 0), f"{name}: {row}"
+
+
+def test_times_cost_a_multiprocessor_none_of_its_programs(compiled: str) -> None:
+    """Registers are handed out by eights: of 64 a multiprocessor holds eight programs of four warps, of 72 seven."""
+    timed, plain = (rows(compiled)["split: gqa 4 x 128 (Llama-3)" + name].split("|")[3] for name in (", timed", ""))
+    assert timed.split("/")[:2] == plain.split("/")[:2]
 
 
 SERIALIZED = """

@@ -14,18 +14,19 @@ from attnlab.plan.tiles import HEAD_TILE
 SCORE_POINTERS = {"out_ptr": torch.float32, "tokens_ptr": torch.int64, "visible_ptr": torch.uint8}
 
 
-def split_variant(shape: Shape, target: Target) -> Variant:
+def split_variant(shape: Shape, target: Target, *, timed: bool = False) -> Variant:
     """Return a decode's split kernel, as its launcher would compile it."""
-    constants, options = decode.split_constants(
-        spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype
+    constants, options = decode.timed_split_constants(
+        spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype, timed=timed
     )
     floats = {"q_ptr": shape.dtype, "k_ptr": shape.kv_dtype, "v_ptr": shape.kv_dtype, "aux_ptr": torch.float32}
     states = dict.fromkeys(("acc_ptr", "max_ptr", "sum_ptr"), torch.float32)
+    pointers = {**floats, **states, "slots_ptr": torch.int64, "times_ptr": torch.int64}
     return Variant(
-        name=f"split: {shape.name}",
+        name=f"split: {shape.name}" + ", timed" * timed,
         kernel=decode._decode_split_kernel,
-        pointers={**floats, **states, "slots_ptr": torch.int64},
-        constants={**constants, "TIMES": False, "times_ptr": None},
+        pointers=pointers,
+        constants=constants if timed else {**constants, "times_ptr": None},
         options=options,
     )
 
