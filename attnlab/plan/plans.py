@@ -25,6 +25,10 @@ from attnlab.plan.signature import Signature, signature_of
 from attnlab.plan.splits import SplitPlan
 from attnlab.plan.workspace import scratch_bytes
 
+QUERIES = Names(
+    pointers=("q_indptr_ptr", "positions_ptr", "bits_ptr", "mask_indptr_ptr"),
+    free=("num_bits",),
+)
 LANE = Names(
     pointers=("slots_ptr", "indptr_ptr", "start_ptr", "segments_ptr", "programs_ptr", "merge_indptr_ptr"),
     free=("requests",),
@@ -162,7 +166,7 @@ class DecodePlan:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Queries:
     """The query tokens of a step with several a request: those of r are `indptr[r]` up to the next entry.
 
@@ -177,6 +181,12 @@ class Queries:
     most: int
     mask: Mask
     mask_indptr: Int[Tensor, " reqs_1"]
+
+    @cached_property
+    def arguments(self) -> Arguments:
+        """What kernels are told of them; where no mask is read any tensor stands for its entries."""
+        bits = self.positions if self.bits is None else self.bits
+        return Arguments(QUERIES, (self.indptr, self.positions, bits, self.mask_indptr), free=(bits.shape[0],))
 
     @property
     def bits(self) -> Tensor | None:
