@@ -138,13 +138,12 @@ class DecodeCall:
         lse = q if self.lse is None else self.lse
         sinks = q if self.sinks is None else self.sinks
         q_token, q_head, _ = q.stride()
+        lse_strides = lse.stride()[:2]
         aux_token, aux_head, _ = aux.stride()
         out_token, out_head, _ = out.stride()
         softcap = 1.0 if spec.softcap is None else spec.softcap
         numbers = (spec.scale * self.view.k_scale, softcap, q_token, q_head, aux_token, aux_head, aux.shape[2])
-        return Arguments(
-            CALL, (q, aux, out, lse, sinks, self.times), (*numbers, out_token, out_head, *lse.stride()[:2])
-        )
+        return Arguments(CALL, (q, aux, out, lse, sinks, self.times), (*numbers, out_token, out_head, *lse_strides))
 
     @property
     def head_tile(self) -> int:
