@@ -95,6 +95,7 @@ def variants(target: Target) -> Iterator[Variant]:
             yield verify_merge_variant(shape, target)
     names = (
         "rows_ptr",
+        "own_rows_ptr",
         "ids_ptr",
         "pages_ptr",
         "translated_ptr",
@@ -110,7 +111,7 @@ def variants(target: Target) -> Iterator[Variant]:
         yield Variant(
             name=name, kernel=kernel, pointers={**long, **lists}, constants=constants, options={"num_warps": 4}
         )
-    yield from _lane_variants(long)
+    yield from _lane_variants(long, target)
     yield Variant(
         name="seed counts",
         kernel=seed._seed_counts_kernel,
@@ -120,12 +121,12 @@ def variants(target: Target) -> Iterator[Variant]:
     )
 
 
-def _lane_variants(pointers: dict[str, torch.dtype]) -> Iterator[Variant]:
+def _lane_variants(pointers: dict[str, torch.dtype], target: Target) -> Iterator[Variant]:
     """Yield what plans a decode's lane: its sums under every rule, and what is written under each kind of cut."""
     options = {"num_warps": 4}
     rules = {"seed": seed._seed_sizes, "static": size_rules.same_count, "tile": tile._tiles}
     for name, rule in rules.items():
-        constants = {"SIZES": rule, "BLOCK": lane_counts.REQUESTS}
+        constants = {"SIZES": rule, "BLOCK": lane_counts.REQUESTS, "PDL": target.has_pdl}
         yield Variant(
             name=f"count sizes: {name}",
             kernel=lane_counts.count_sizes_kernel,
@@ -137,7 +138,7 @@ def _lane_variants(pointers: dict[str, torch.dtype]) -> Iterator[Variant]:
         name="count shares",
         kernel=lane_counts.count_shares_kernel,
         pointers=pointers,
-        constants={"BLOCK": lane_counts.REQUESTS},
+        constants={"BLOCK": lane_counts.REQUESTS, "PDL": target.has_pdl},
         options=options,
     )
     for shared in (False, True):
@@ -150,6 +151,7 @@ def _lane_variants(pointers: dict[str, torch.dtype]) -> Iterator[Variant]:
                 "SHARED": shared,
                 "ENTRIES": lane_lists.ENTRIES,
                 **lane_lists.range_constants(GQA.kv_heads),
+                "PDL": target.has_pdl,
             },
             options=options,
         )
