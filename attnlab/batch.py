@@ -159,6 +159,10 @@ class DeviceLens:
         )
 
 
+LENS = (HostLens, DeviceLens)
+"""What lengths come as: a tuple, since a union is made anew each time that it is asked for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Encoder:
     """What the layers of a step that attend to an encoder read: all keys in these rows, one row for each request.
@@ -435,8 +439,8 @@ def _check_encoder(encoder: Encoder | None, lens: Lens) -> None:
 
 def lens_of(batch: Batch | DraftBatch) -> list[Lens]:
     """Return all lengths of a batch's own rows: the encoder's are of others."""
-    values = (getattr(batch, name) for name in names_of(type(batch)))
-    return [value for value in values if isinstance(value, HostLens | DeviceLens)]
+    values = [getattr(batch, name) for name in names_of(type(batch))]
+    return [value for value in values if isinstance(value, LENS)]
 
 
 def owned(batch: B, copies: Mapping[int, Tensor]) -> B:
@@ -458,7 +462,7 @@ def _copied(parts: T, copies: Mapping[int, Tensor]) -> T:
         if isinstance(value, Tensor):
             copied = copies.get(id(value))
             value = value.clone() if copied is None else copied
-        elif isinstance(value, HostLens | DeviceLens | Encoder):
+        elif isinstance(value, (*LENS, Encoder)):
             value = _copied(value, copies)
         object.__setattr__(copy, name, value)
     return copy
