@@ -29,13 +29,12 @@ QUERIES = Names(
     pointers=("q_indptr_ptr", "positions_ptr", "bits_ptr", "mask_indptr_ptr"),
     free=("num_bits",),
 )
-LANE = Names(
-    pointers=("slots_ptr", "indptr_ptr", "start_ptr", "segments_ptr", "programs_ptr", "merge_indptr_ptr"),
-    free=("requests",),
-)
+LISTS = ("slots_ptr", "indptr_ptr", "start_ptr", "start_visible_ptr")
+EXTEND_LANE = Names(pointers=LISTS)
+LANE = Names(pointers=(*LISTS, "segments_ptr", "programs_ptr", "merge_indptr_ptr"), free=("requests",))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ExtendLane:
     """What layers of one kind share: the cached keys they see, and where new tokens go.
 
@@ -54,6 +53,16 @@ class ExtendLane:
     def cross(self) -> bool:
         """Whether the keys are an encoder's."""
         return self.layout.sight.cross
+
+    @cached_property
+    def arguments(self) -> Arguments:
+        """What kernels are told of its lists; all layers of the lane are launched with these."""
+        return Arguments(EXTEND_LANE, self._lists)
+
+    @property
+    def _lists(self) -> tuple[Tensor, ...]:
+        index, layout = self.layout.index, self.layout
+        return index.slots, index.indptr, layout.start, layout.start_visible
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,10 +87,9 @@ class Lane(ExtendLane):
     @cached_property
     def arguments(self) -> Arguments:
         """What kernels are told of its lists and of who reads them; all layers of the lane are launched with these."""
-        index, schedule = self.layout.index, self.schedule
-        lists = index.slots, index.indptr, self.layout.start
-        pointers = (*lists, schedule.segments, schedule.program_indptr, schedule.merge_indptr)
-        return Arguments(LANE, pointers, free=(index.reqs,))
+        schedule = self.schedule
+        pointers = (*self._lists, schedule.segments, schedule.program_indptr, schedule.merge_indptr)
+        return Arguments(LANE, pointers, free=(self.layout.index.reqs,))
 
     @cached_property
     def repeats(self) -> dict[Any, Any]:
