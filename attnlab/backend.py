@@ -532,9 +532,12 @@ def _flag(name: str, value: bool) -> bool:
 
 def _split_heads(q: Tensor, layer: LayerSpec) -> Tensor:
     """Return q as `[tokens, heads, qk_dim]`; servers pass heads and dimension in one axis too."""
+    dims = q.dim() if isinstance(q, Tensor) else 0
+    if dims == 3:
+        return q
     spec = layer.attention
-    if not isinstance(q, Tensor) or q.dim() not in (2, 3):
+    if dims != 2:
         raise TypeError(f"q: expected [tokens, {spec.heads}, {spec.qk_dim}], got {describe(q)}")
-    if q.dim() == 2 and q.shape[1] == spec.heads * spec.qk_dim:
+    if q.shape[1] == spec.heads * spec.qk_dim:
         return q.view(-1, spec.heads, spec.qk_dim)
     return q
