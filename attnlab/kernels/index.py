@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnlab._triton import jit, tl
+from attnlab._triton import jit, release_dependents, tl
 from attnlab.kernels.drafts import drafts_kernel, fill_drafts
 from attnlab.kernels.index_core import first_seen, storage_ids
 from attnlab.kernels.lanes import cut_for_kernels, lane_in_two_launches
@@ -46,6 +46,7 @@ class TritonPlanOps:
                     rows.shape[0],
                     max_requests,
                     BLOCK=_BLOCK,
+                    PDL=self.target.has_pdl,
                 )
         return tuple(made)
 
@@ -244,7 +245,10 @@ def _pad_kernel(
     reqs,
     max_requests,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        release_dependents()  # a lane's first kernel is launched by now, and waits
     req = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = req < reqs
     row = tl.load(rows_ptr + req, mask=live, other=0)

@@ -36,7 +36,7 @@ class _Asked(NamedTuple):
 
     @classmethod
     def of(cls, *lens: Lens) -> _Asked:
-        if not all([isinstance(each, HostLens) for each in lens]):
+        if not all(isinstance(each, HostLens) for each in lens):
             return cls(None, sum(each.bound_max for each in lens))
         if len(lens) == 1:  # whose longest is known
             return cls(lens[0].least_each, lens[0].bound_max)

@@ -107,7 +107,8 @@ def variants(target: Target) -> Iterator[Variant]:
     long = dict.fromkeys(names, torch.int64)
     for name, kernel in index.KERNELS.items():
         lists = dict.fromkeys(("first_ptr", "second_ptr"), torch.int64) if name == "join" else {}
-        constants = {"BLOCK": 512} | ({"TRANSLATED": True} if name == "drafts" else {})
+        more = {"drafts": {"TRANSLATED": True}, "pad": {"PDL": target.has_pdl}}
+        constants = {"BLOCK": 512, **more.get(name, {})}
         yield Variant(
             name=name, kernel=kernel, pointers={**long, **lists}, constants=constants, options={"num_warps": 4}
         )
