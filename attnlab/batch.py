@@ -8,7 +8,7 @@ a length back.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -157,6 +157,10 @@ class DeviceLens:
             sum(values) <= self.bound_total,
             f"lens: {sum(values)} tokens in all, more than bound_total {self.bound_total}",
         )
+
+
+LENS = (HostLens, DeviceLens)
+"""What lengths come as: a tuple, since a union is made anew each time that it is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -435,16 +439,19 @@ def _check_encoder(encoder: Encoder | None, lens: Lens) -> None:
 
 def lens_of(batch: Batch | DraftBatch) -> list[Lens]:
     """Return all lengths of a batch's own rows: the encoder's are of others."""
-    values = (getattr(batch, name) for name in names_of(type(batch)))
-    return [value for value in values if isinstance(value, HostLens | DeviceLens)]
+    values = [getattr(batch, name) for name in names_of(type(batch))]
+    return [value for value in values if isinstance(value, LENS)]
 
 
-def owned(batch: B) -> B:
-    """Return the batch in memory of its own, but for a custom mask: a server counts its lengths on in place."""
-    return _copied(batch)
+def owned(batch: B, copies: Mapping[int, Tensor]) -> B:
+    """Return the batch in memory of its own, but for a custom mask: a server counts its lengths on in place.
+
+    `copies` are those that there are already, by the `id` of the tensor that each is of.
+    """
+    return _copied(batch, copies)
 
 
-def _copied(parts: T) -> T:
+def _copied(parts: T, copies: Mapping[int, Tensor]) -> T:
     """Return a copy of a dataclass with slots whose tensors are copies, also those of lengths and of an encoder in it.
 
     The parts were checked when they were made, and copies are as they are: nothing is looked at again.
@@ -453,9 +460,10 @@ def _copied(parts: T) -> T:
     for name in names_of(type(parts)):
         value = getattr(parts, name)
         if isinstance(value, Tensor):
-            value = value.clone()
-        elif isinstance(value, HostLens | DeviceLens | Encoder):
-            value = _copied(value)
+            copied = copies.get(id(value))
+            value = value.clone() if copied is None else copied
+        elif isinstance(value, (*LENS, Encoder)):
+            value = _copied(value, copies)
         object.__setattr__(copy, name, value)
     return copy
 

@@ -143,6 +143,11 @@ def contiguous(name: str, x: Tensor) -> Tensor:
     return x
 
 
+def storages(*tensors: Tensor | None) -> list[int]:
+    """Return where the memory begins that each is a view of, of those that there are."""
+    return [x.untyped_storage().data_ptr() for x in tensors if x is not None]
+
+
 def own_memory(name: str, x: Tensor, others: dict[str, Tensor | None]) -> None:
     """Raise unless `x`, which is written, repeats no element and shares its memory with none of the others."""
     extent = 1

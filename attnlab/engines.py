@@ -66,8 +66,11 @@ class Engine(Protocol):
     def extend(self, call: ExtendCall) -> None:
         """Attend for every query token of an extend or verify step, into `call.out`."""
 
-    def verify(self, call: VerifyCall) -> None:
-        """Attend for every draft to every segment of the schedule, merge, and attend to the drafts, into `call.out`."""
+    def verify(self, call: VerifyCall) -> Repeat | None:
+        """Attend for every draft to every segment of the schedule, merge, and attend to the drafts, into `call.out`.
+
+        Returns as `decode` does.
+        """
 
     def scores(self, call: ScoreCall) -> Tensor:
         """Return what the score pipeline makes of some queries, `[rows, heads, keys]` fp32."""
@@ -116,10 +119,11 @@ class EagerEngine:
         """Attend in torch."""
         eager_extend.extend(call)
 
-    def verify(self, call: VerifyCall) -> None:
+    def verify(self, call: VerifyCall) -> Repeat | None:
         """Attend and merge in torch."""
         eager_verify.verify_split(call)
         eager_verify.verify_merge(call)
+        return None
 
     def scores(self, call: ScoreCall) -> Tensor:
         """Return scores in torch."""
@@ -199,14 +203,14 @@ class TritonEngine:
             else:
                 triton_extend.extend(call, target=self.target)
 
-    def verify(self, call: VerifyCall) -> None:
+    def verify(self, call: VerifyCall) -> Repeat | None:
         """Launch the split kernel, then the merge kernel."""
         with launching_on(self.device):
-            if call.lane.schedule.persistent:
-                verify_shares.verify_shares(call, target=self.target)
-            else:
-                triton_verify.verify_split(call, target=self.target)
-            triton_verify.verify_merge(call, target=self.target)
+            shared = call.lane.schedule.persistent
+            split = verify_shares.verify_shares if shared else triton_verify.verify_split
+            return Repeat.of(
+                call, split(call, target=self.target), triton_verify.verify_merge(call, target=self.target)
+            )
 
     def scores(self, call: ScoreCall) -> Tensor:
         """Launch the score kernel."""

@@ -5,6 +5,7 @@ Printed, as JSON: for every backend, how many launches each step had, and how ma
 
 import json
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import attnlab  # noqa: F401  isort: skip
 import triton
 
 from attnlab.backend import AttentionBackend
-from attnlab.batch import DecodeBatch
+from attnlab.batch import DecodeBatch, VerifyBatch
 from attnlab.engines import TritonEngine
 from attnlab.kernels.index import TritonPlanOps
 from attnlab.kernels.repeat import Repeat
@@ -48,7 +49,14 @@ def backend_of(
     engine.ops = object.__new__(TritonPlanOps)
     engine.ops.device, engine.ops.target = engine.device, engine.target
     return AttentionBackend(
-        model=model, pool=pool, table=table, engine=engine, policy=policy, max_requests=4, multiprocessors=132
+        model=model,
+        pool=pool,
+        table=table,
+        engine=engine,
+        policy=policy,
+        max_requests=4,
+        max_drafts=2,
+        multiprocessors=132,
     )
 
 
@@ -79,26 +87,40 @@ def counted(driver: NoDriver, asked: list[object]) -> dict[str, Any]:
     return counts
 
 
-def calls(spec: AttentionSpec) -> dict[str, dict[str, Any]]:
-    """Calls of layer 1 after one of layer 0; those after the first two bring something of another kind."""
-    q = torch.zeros(3, spec.heads, spec.qk_dim, dtype=torch.bfloat16)
+def calls(spec: AttentionSpec, *, drafts: int) -> dict[str, dict[str, Any]]:
+    """Calls of layer 1 after one of layer 0; those after the first three bring something of another kind.
+
+    With `drafts` they are verifies, of so many a request; with 0 decodes.
+    """
+    tokens = 3 * max(1, drafts)
+    q = torch.zeros(tokens, spec.heads, spec.qk_dim, dtype=torch.bfloat16)
     sinks = torch.zeros(spec.heads + 1)
     room = torch.zeros(q.numel() + 1, dtype=q.dtype)
-    wide = torch.zeros(3, spec.heads, 2 * spec.qk_dim, dtype=q.dtype)
-    right: dict[str, Any] = {"q": q, "sinks": sinks[:-1]}
-    return {
+    wide = torch.zeros(tokens, spec.heads, 2 * spec.qk_dim, dtype=q.dtype)
+    new = wide[:, : spec.kv_heads, : spec.qk_dim].contiguous()
+    right: dict[str, Any] = {"q": q, "sinks": sinks[:-1], "k": None, "v": None}
+    ones: dict[str, Any] = {"q": torch.ones_like(q), "sinks": torch.ones(spec.heads), "k": None, "v": None}
+    if drafts:
+        right |= {"k": new, "v": torch.zeros_like(new)}
+        ones |= {"k": torch.ones_like(new), "v": torch.ones_like(new)}
+    found = {
         "the same": right,
-        "other tensors": {"q": torch.ones_like(q), "sinks": torch.ones(spec.heads)},
+        "other tensors": ones,
+        "memory for the answer": {**right, "out": torch.zeros_like(q)},
         "queries askew": {**right, "q": room[1:].view(q.shape)},
         "queries with gaps": {**right, "q": wide[..., : spec.qk_dim]},
-        "queries of fp16": {**right, "q": q.half()},
+        "queries of fp16": {**right, "q": q.half()} | ({"k": new.half(), "v": new.half()} if drafts else {}),
         "sinks askew": {**right, "sinks": sinks[1:]},
         "sinks of bf16": {**right, "sinks": sinks[:-1].bfloat16()},
-        "memory for the answer": {**right, "out": torch.zeros_like(q)},
         "an answer of fp32": {**right, "out": torch.zeros(q.shape)},
         "an answer with gaps": {**right, "out": wide[..., : spec.qk_dim]},
-        "an LSE": {**right, "lse": torch.zeros(3, spec.heads)},
+        "an LSE": {**right, "lse": torch.zeros(tokens, spec.heads)},
     }
+    if drafts:
+        found["new keys askew"] = {**right, "k": room[1 : 1 + new.numel()].view(new.shape)}
+        found["new values with gaps"] = {**right, "v": wide[:, : spec.kv_heads, : spec.qk_dim]}
+        found["one tensor for both"] = {**right, "v": new}
+    return found
 
 
 def repeated(driver: NoDriver) -> dict[str, Any]:
@@ -108,27 +130,33 @@ def repeated(driver: NoDriver) -> dict[str, Any]:
     launch = Repeat.launch
     Repeat.launch = lambda self, *args: (repeats.append(self), launch(self, *args))[1]
     found = {}
-    for policy in ("seed", "balanced"):
+    for policy, drafts in product(("seed", "balanced"), (0, 2)):
         backend = backend_of(policy, spec, mla=False)
-        for name, given in calls(spec).items():
-            plan = backend.plan(DecodeBatch.of(rows=[0, 1, 2], lens=STEPS[0], device="cpu"))
-            first = calls(spec)["the same"]
+        first = calls(spec, drafts=drafts)["the same"]
+        for name, given in calls(spec, drafts=drafts).items():
+            rows = [0, 1, 2]
+            decode = DecodeBatch.of(rows=rows, lens=STEPS[0], device="cpu")
+            verify = VerifyBatch.chain(rows=rows, prefix=STEPS[0], drafts=drafts, device="cpu")
+            plan: Any = backend.plan(verify if drafts else decode)
             for _ in range(2):
-                backend.decode(0, first["q"], None, None, plan, save=False, sinks=first["sinks"])
-            rest = {key: value for key, value in given.items() if key != "q"}
+                backend.forward(0, plan=plan, save=False, **first)
             sent = []
             for again in (True, False, False):  # a repeat; then Triton may compile; then in full, with a known variant
                 before = len(repeats)
                 if not again:
                     plan.lanes[0].repeats.clear()
-                out = backend.decode(1, given["q"], None, None, plan, save=False, **rest)
+                out = backend.forward(1, plan=plan, save=False, **given)
                 launches = [(x.grid, x.stream, x.function, masked(x.arguments, out)) for x in driver.launches[-2:]]
                 sent.append((len(repeats) - before, launches))
+            before = len(repeats)
             with using(replace(current())):
-                before = len(repeats)
-                backend.decode(1, given["q"], None, None, plan, save=False, **rest)
+                backend.forward(1, plan=plan, save=False, **given)
                 assert len(repeats) == before, "what another table chose was repeated"
-            found[f"{policy}, {name}"] = sent[0][0], sent[0][0] == 0 or sent[0][1] == sent[2][1]
+            if drafts:
+                backend.forward(1, plan=replace(plan, queries=replace(plan.queries)), save=False, **given)
+                assert len(repeats) == before, "what was launched for other queries was repeated"
+            mode = "verify" if drafts else "decode"
+            found[f"{mode}, {policy}, {name}"] = sent[0][0], sent[0][0] == 0 or sent[0][1] == sent[2][1]
     return found
 
 

@@ -164,3 +164,22 @@ def test_a_merge_waits_for_its_split(compiling: dict[str, str]) -> None:
     done = subprocess.run([sys.executable, "-c", PDL], env=compiling, capture_output=True, text=True, check=False)
     kinds = {"split True", "merge True", "verify True", "verify shares True", "verify merge True"}
     assert {line.split(",")[0] for line in done.stdout.splitlines()} == kinds, done.stdout + done.stderr[-2000:]
+
+
+LANES = """
+from attnlab.inspect import resources
+for variant in resources.variants(resources.TARGETS["sm_90"]):
+    if variant.name.split(":")[0] in ("count sizes", "count shares", "write lane"):
+        lines = resources.ptx(variant).splitlines()
+        at = lambda *words: [i for i, line in enumerate(lines) if any(word in line for word in words)]
+        (wait,), touched = at("griddepcontrol.wait"), at("ld.global", "st.global")
+        released = at("launch_dependents")
+        print(variant.name, wait < min([*touched, *released]))
+"""
+
+
+def test_a_lanes_kernels_wait_before_they_touch_anything(compiling: dict[str, str]) -> None:
+    """They are launched early: what they read may still be written, and what they write still be read."""
+    done = subprocess.run([sys.executable, "-c", LANES], env=compiling, capture_output=True, text=True, check=False)
+    answers = done.stdout.splitlines()
+    assert len(answers) == 6 and all(line.endswith(" True") for line in answers), done.stdout + done.stderr[-2000:]

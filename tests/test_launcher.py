@@ -390,7 +390,10 @@ def test_a_step_like_one_before_is_launched_without_triton(steps: dict[str, Any]
 
 def test_calls_of_one_kind_are_repeated_and_send_what_a_call_checked_in_full_sends(steps: dict[str, Any]) -> None:
     names = ("the same", "other tensors", "memory for the answer")
-    alike = {f"{policy}, {name}" for policy in ("seed", "balanced") for name in names}
+    alike = {f"decode, {policy}, {name}" for policy in ("seed", "balanced") for name in names}
+    alike |= {
+        f"verify, {policy}, {name}" for policy in ("seed", "balanced") for name in (*names, "one tensor for both")
+    }
     assert {name for name, (repeats, _) in steps["repeated"].items() if repeats} == alike
-    assert len(steps["repeated"]) == 2 * 11
+    assert len(steps["repeated"]) == 2 * 11 + 2 * 14
     assert all(same for _, same in steps["repeated"].values())

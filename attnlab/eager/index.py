@@ -25,11 +25,10 @@ MAX_INT64 = torch.iinfo(torch.int64).max
 class EagerPlanOps:
     """PlanOps in torch, on any device."""
 
-    def pad(self, rows: Tensor, lens: Sequence[Tensor], *, max_requests: int) -> None:
-        """Make padding of requests whose row is none of the table's."""
+    def pad(self, rows: Tensor, lens: Sequence[Tensor], *, max_requests: int) -> tuple[Tensor, ...]:
+        """Return copies in which requests whose row is none of the table's are padding."""
         inside = (rows >= 0) & (rows < max_requests)
-        for mine in lens:
-            mine.mul_(inside)
+        return rows.clone(), *(mine * inside for mine in lens)
 
     def lane(self, work: LaneWork) -> Lane:
         """Return a lane, part by part."""

@@ -10,12 +10,12 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from attnlab.batch import Batch, DeviceLens, DraftBatch, ExtendBatch, HostLens, VerifyBatch, lens_of, names_of
+from attnlab.batch import LENS, Batch, DraftBatch, ExtendBatch, HostLens, VerifyBatch, lens_of, names_of
 from attnlab.checks import require
 from attnlab.kernels.target import launching_on
 from attnlab.mask import CustomMask
@@ -28,6 +28,7 @@ AnyBatch = Batch | DraftBatch
 """What a graph can be captured for."""
 Filled = Plan | DraftPlan
 """The plan of such."""
+F = TypeVar("F", bound=Plan | DraftPlan)
 Pair = tuple[str, Tensor, Tensor]
 """A name, and what the memory and a step's batch have under it."""
 
@@ -40,7 +41,8 @@ class PlanMemory:
 
     def __init__(self, planner: Planner, batch: AnyBatch, *, max_ranges: int, recorded: bool) -> None:
         self._planner, self.batch, self._max_ranges = planner, batch, max_ranges
-        self._own = {storage_of(x): f"batch.{name}" for name, x, _ in _pairs(batch, batch)}
+        self._places = {name: x for name in names_of(type(batch)) if (x := _tensor(getattr(batch, name))) is not None}
+        self._own = {storage_of(x): f"batch.{name}" for name, x in self._places.items()}
         self._on_host = isinstance(planner.policy, HostPolicy)
         self.graph = torch.cuda.CUDAGraph() if recorded and not self._on_host else None
         policy = Room(planner.policy) if isinstance(planner.policy, HostPolicy) else planner.policy
@@ -59,7 +61,7 @@ class PlanMemory:
 
         What can be refused is refused before anything is written, and before that turn ends.
         """
-        pairs = list(_pairs(self.batch, given))
+        pairs = [(name, x, y) for name, x in self._places.items() if (y := _tensor(getattr(given, name))) is not None]
         check_room(self.batch, given, pairs, self._own)
         made = self._made(padded_on_host(self.batch, given)) if self._on_host else None
         self.turn.over = True
@@ -101,12 +103,16 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def renewed(plan: Filled, *, epoch: int, turn: Turn) -> Filled:
-    """Return a new plan object over a plan's memory; of a draft, so are its steps."""
+def renewed(plan: F, *, epoch: int, turn: Turn) -> F:
+    """Return a new plan object over a plan's memory; of a draft, so are its steps. Nothing is looked at again."""
+    made: F = object.__new__(type(plan))
+    for name in names_of(type(plan)):
+        object.__setattr__(made, name, getattr(plan, name))
+    object.__setattr__(made, "epoch", epoch)
+    object.__setattr__(made, "turn", turn)
     if isinstance(plan, DraftPlan):
-        steps = tuple(replace(step, epoch=epoch, turn=turn) for step in plan.steps)
-        return replace(plan, steps=steps, epoch=epoch, turn=turn)
-    return replace(plan, epoch=epoch, turn=turn)
+        object.__setattr__(made, "steps", tuple(renewed(step, epoch=epoch, turn=turn) for step in plan.steps))
+    return made
 
 
 def check_room(memory: AnyBatch, given: AnyBatch, pairs: Sequence[Pair], own: Mapping[int, str]) -> None:
@@ -148,7 +154,7 @@ def _check_totals(memory: AnyBatch, given: AnyBatch) -> None:
     """Raise ValueError where requests have more tokens together than there is room for: lists would be cut off."""
     for name in names_of(type(memory)):
         there, here = getattr(memory, name), getattr(given, name)
-        if not isinstance(there, HostLens | DeviceLens) or not isinstance(here, HostLens | DeviceLens):
+        if not isinstance(there, LENS) or not isinstance(here, LENS):
             continue
         total, room = min(here.bound_total, here.bound_max * here.count), there.bound_total
         if total > room:
@@ -167,22 +173,18 @@ def refill_batch(given: AnyBatch, pairs: Sequence[Pair]) -> None:
     Entries of a mask that were written in place are not copied, and what lies behind them stays. Behind entries that
     are copied an earlier step's stay where the host knows that nobody reads them; else they are cleared, as 0 hides.
     """
-    whole = all(isinstance(lens, HostLens) for lens in lens_of(given))  # a mask then has an entry for every pair
     for name, there, here in pairs:
         live, in_place = here.shape[0], name == "mask" and _shares(there, here)
         full = live == there.shape[0]
         if not in_place:
             (there if full else there[:live]).copy_(here, non_blocking=True)
-        if not full and (name != "mask" or not (in_place or whole)):
+        if not full and (name != "mask" or not (in_place or _known(given))):
             there[live:].zero_()
 
 
-def _pairs(memory: AnyBatch, given: AnyBatch) -> Iterator[Pair]:
-    """Go through what the memory and a step's batch both keep on the device, by name."""
-    for name in names_of(type(memory)):
-        there, here = _tensor(getattr(memory, name)), _tensor(getattr(given, name))
-        if there is not None and here is not None:
-            yield name, there, here
+def _known(batch: AnyBatch) -> bool:
+    """Whether the host knows all lengths; a mask then has an entry for every pair."""
+    return all(isinstance(lens, HostLens) for lens in lens_of(batch))
 
 
 def storage_of(x: Tensor) -> int:
@@ -256,7 +258,7 @@ def _tensor(x: Any) -> Tensor | None:
     """Return what a field of a batch keeps on the device."""
     if isinstance(x, Tensor):
         return x
-    if isinstance(x, HostLens | DeviceLens):
+    if isinstance(x, LENS):
         return x.device
     return x.bits if isinstance(x, CustomMask) else None
 

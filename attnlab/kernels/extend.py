@@ -14,7 +14,8 @@ import torch
 
 from attnlab._triton import jit, tl
 from attnlab.kernels.core import first_visible, join_sink, load_queries, write_rows
-from attnlab.kernels.launch import lifted, sight_constants, slot_stride, tile_constants, written
+from attnlab.kernels.launch import sendable, sight_constants, tile_constants
+from attnlab.kernels.launcher import Launcher
 from attnlab.kernels.sweep import attend_list, attend_new
 from attnlab.kernels.target import Target
 from attnlab.kernels.tuning import tuned
@@ -76,11 +77,15 @@ def extend(call: ExtendCall, *, target: Target) -> None:
     Heads of a group are neighbours, as they read the same keys; the last tiles, which see most, come first.
     Reads/writes: the slots of the request's list, its new tokens; the output rows of its own queries.
     """
-    spec, view, layout, queries = call.spec, call.view, call.lane.layout, call.queries
-    reqs, tokens = layout.index.reqs, call.q.shape[0]
+    spec, view, queries = call.spec, call.view, call.queries
+    reqs, tokens = call.lane.layout.index.reqs, call.q.shape[0]
     if reqs == 0 or tokens == 0 or queries.most == 0:
         return
-    constants, options = extend_constants(
+    sent = sendable(call, target)
+    EXTEND.launch(
+        target,
+        lambda tiles: (spec.heads * -(-queries.most // tiles["BLOCK_M"]), reqs, 1),
+        (sent.arguments, view.arguments, call.lane.arguments, queries.arguments),
         spec=spec,
         view=view,
         target=target,
@@ -94,61 +99,8 @@ def extend(call: ExtendCall, *, target: Target) -> None:
         has_sinks=call.sinks is not None,
         has_lse=call.lse is not None,
     )
-    q = lifted(call.q, target)
-    # In one pass the new tokens' keys lie in the pool: then, and where an option is off, any tensor will do.
-    k_new, v_new = (q if x is None else lifted(x, target) for x in (call.k, call.v))
-    rows = written(call.out, target)
-    lse, sinks, bias = (q if x is None else x for x in (call.lse, call.sinks, call.aux))
-    bits = layout.start if queries.bits is None else queries.bits
-    _extend_kernel[(spec.heads * -(-queries.most // constants["BLOCK_M"]), reqs)](
-        q,
-        k_new,
-        v_new,
-        view.k,
-        view.v,
-        rows,
-        lse,
-        sinks,
-        bias,
-        bits,
-        layout.index.slots,
-        layout.index.indptr,
-        layout.start,
-        layout.start_visible,
-        queries.indptr,
-        queries.positions,
-        queries.mask_indptr,
-        spec.scale,
-        spec.scale * view.k_scale,
-        view.v_scale,
-        1.0 if spec.softcap is None else spec.softcap,
-        bits.shape[0],
-        layout.sight.window or 0,
-        layout.sight.chunk or 0,
-        q.stride(0),
-        q.stride(1),
-        k_new.stride(0),
-        k_new.stride(1),
-        v_new.stride(0),
-        v_new.stride(1),
-        view.k.stride(0),
-        slot_stride(view, view.k),
-        view.k.stride(-2),
-        view.v.stride(0),
-        slot_stride(view, view.v),
-        view.v.stride(-2),
-        rows.stride(0),
-        rows.stride(1),
-        lse.stride(0),
-        lse.stride(1),
-        bias.stride(0),
-        bias.stride(1),
-        bias.shape[2],
-        **constants,
-        **options,
-    )
-    if rows is not call.out:
-        call.out.copy_(rows)
+    if sent.out is not call.out:
+        call.out.copy_(sent.out)
 
 
 def extend_constants(
@@ -418,3 +370,6 @@ def _extend_kernel(
     out_rows = out_ptr + token * out_stride_token + head.to(tl.int64) * out_stride_head
     lse_rows = lse_ptr + token * lse_stride_token + head.to(tl.int64) * lse_stride_head
     write_rows(running_max, running_sum, acc, out_rows, lse_rows, mask_m, V_DIM, BLOCK_V, HAS_LSE)
+
+
+EXTEND = Launcher(_extend_kernel, extend_constants)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnlab._triton import jit, tl
+from attnlab._triton import jit, release_dependents, tl
 from attnlab.kernels.drafts import drafts_kernel, fill_drafts
 from attnlab.kernels.index_core import first_seen, storage_ids
 from attnlab.kernels.lanes import cut_for_kernels, lane_in_two_launches
@@ -30,16 +30,25 @@ class TritonPlanOps:
     def __init__(self, device: torch.device) -> None:
         self.device, self.target = device, Target.of(device)
 
-    def pad(self, rows: Tensor, lens: Sequence[Tensor], *, max_requests: int) -> None:
-        """Computes: lengths = 0 where the row is not one of 0 to `max_requests` - 1. Grid: a program per 512 requests.
+    def pad(self, rows: Tensor, lens: Sequence[Tensor], *, max_requests: int) -> tuple[Tensor, ...]:
+        """Computes: copies of rows and lengths, which are 0 where the row is not one of 0 to `max_requests` - 1.
 
-        Shapes: `rows` `[reqs]` integers, `lens` one or two of `[reqs]` int32. Reads/writes: nothing else.
+        Shapes: `rows` `[reqs]` integers, `lens` one or two of `[reqs]` int32. Grid: a program per 512 requests.
+        Reads/writes: nothing else. One launch, as a copy of each would take as long.
         """
+        given = [x.contiguous() for x in (rows, *lens)]
+        made = [torch.empty_like(x) for x in given]
         if rows.shape[0]:
             with launching_on(self.device):
                 _pad_kernel[(-(-rows.shape[0] // _BLOCK),)](
-                    rows, lens[0], lens[-1], rows.shape[0], max_requests, BLOCK=_BLOCK
+                    *(given[0], given[1], given[-1]),
+                    *(made[0], made[1], made[-1]),
+                    rows.shape[0],
+                    max_requests,
+                    BLOCK=_BLOCK,
+                    PDL=self.target.has_pdl,
                 )
+        return tuple(made)
 
     def lane(self, work: LaneWork) -> Lane:
         """Return a lane: in two launches where kernels know the policy's cut, else part by part."""
@@ -226,12 +235,27 @@ class TritonPlanOps:
 
 
 @jit(do_not_specialize=("reqs",))
-def _pad_kernel(rows_ptr, lens_ptr, more_lens_ptr, reqs, max_requests, BLOCK: tl.constexpr):
+def _pad_kernel(
+    rows_ptr,
+    lens_ptr,
+    more_lens_ptr,
+    own_rows_ptr,
+    own_lens_ptr,
+    own_more_lens_ptr,
+    reqs,
+    max_requests,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        release_dependents()  # a lane's first kernel is launched by now, and waits
     req = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(rows_ptr + req, mask=req < reqs, other=0)
-    outside = (req < reqs) & ((row < 0) | (row >= max_requests))
-    tl.store(lens_ptr + req, 0, mask=outside)
-    tl.store(more_lens_ptr + req, 0, mask=outside)
+    live = req < reqs
+    row = tl.load(rows_ptr + req, mask=live, other=0)
+    inside = live & (row >= 0) & (row < max_requests)
+    tl.store(own_rows_ptr + req, row, mask=live)
+    tl.store(own_lens_ptr + req, tl.load(lens_ptr + req, mask=inside, other=0), mask=live)
+    tl.store(own_more_lens_ptr + req, tl.load(more_lens_ptr + req, mask=inside, other=0), mask=live)
 
 
 @jit(do_not_specialize=("reqs", "window", "chunk", "align", "capacity"))

@@ -5,10 +5,13 @@ Reference: update_sliding_window_buffer and get_num_kv_splits_triton, which the 
 
 from __future__ import annotations
 
-from attnlab._triton import jit, tl
+from typing import Any
+
+from attnlab._triton import jit, release_dependents, tl, wait_for_earlier
 from attnlab.arguments import Arguments, Names
 from attnlab.kernels.index_core import first_seen
 from attnlab.kernels.lane_memory import LaneMemory
+from attnlab.kernels.launch import early_launch
 from attnlab.kernels.launcher import Launcher
 from attnlab.kernels.shares import begun
 from attnlab.kernels.target import Target
@@ -54,13 +57,12 @@ def count_lane(work: LaneWork, cut: SharePolicy | SizeRule, memory: LaneMemory, 
     )
     if isinstance(cut, SharePolicy):
         counted = Arguments(OF_SHARES, pointers, free=(*lists, cut.shares(work.ctx), cut.tile))
-        COUNT_SHARES.launch(target, (1, 1, 1), (counted,))
+        COUNT_SHARES.launch(target, (1, 1, 1), (counted,), target=target)
         return
     bounds = work.bounds
     promised = (bounds.min_size, bounds.max_ranges, bounds.in_all or 0)
-    COUNT_SIZES.launch(
-        target, (1, 1, 1), (Arguments(OF_SIZES, pointers, free=(*lists, *promised, *cut.numbers)),), rule=cut.function
-    )
+    counted = Arguments(OF_SIZES, pointers, free=(*lists, *promised, *cut.numbers))
+    COUNT_SIZES.launch(target, (1, 1, 1), (counted,), rule=cut.function, target=target)
 
 
 @jit
@@ -114,7 +116,11 @@ def count_sizes_kernel(
     c,
     SIZES: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        wait_for_earlier()
+        release_dependents()  # what is launched behind it waits until all is written
     entries = tl.zeros([], tl.int64)
     longest = tl.full([], 1, tl.int32)
     shortest = tl.full([], 2147483647, tl.int32)
@@ -166,7 +172,11 @@ def count_shares_kernel(
     shares,
     tile,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        wait_for_earlier()
+        release_dependents()
     entries = tl.zeros([], tl.int64)
     total = tl.zeros([], tl.int32)
     for at in range(0, reqs, BLOCK):
@@ -200,5 +210,14 @@ def count_shares_kernel(
         ranges += tl.sum(counts, 0)
 
 
-COUNT_SIZES = Launcher(count_sizes_kernel, lambda *, rule: ({"SIZES": rule, "BLOCK": REQUESTS}, {}))
-COUNT_SHARES = Launcher(count_shares_kernel, lambda: ({"BLOCK": REQUESTS}, {}))
+def _sizes_constants(*, rule: Any, target: Target) -> tuple[dict[str, Any], dict[str, Any]]:
+    constants, options = _shares_constants(target=target)
+    return {"SIZES": rule, **constants}, options
+
+
+def _shares_constants(*, target: Target) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"BLOCK": REQUESTS, "PDL": target.has_pdl}, {**early_launch(target)}
+
+
+COUNT_SIZES = Launcher(count_sizes_kernel, _sizes_constants)
+COUNT_SHARES = Launcher(count_shares_kernel, _shares_constants)

@@ -1,6 +1,7 @@
 """The second of a lane's two launches: slots, ranges and segments are written, a block of them by each program.
 
-Programs look up whose their block is, so that work is spread evenly however long any request is.
+Programs look up whose their block is, so that work is spread evenly however long any request is. Where the device can,
+they are launched while the first kernel still counts, and wait for it.
 
 Reference: create_flashinfer_kv_indices_triton, with a program for each request, and translate_loc_from_full_to_swa.
 """
@@ -10,10 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 from attnlab._boot import INTERPRETED
-from attnlab._triton import jit, tl
+from attnlab._triton import jit, tl, wait_for_earlier
 from attnlab.arguments import Arguments, Names
 from attnlab.kernels.index_core import storage_ids
 from attnlab.kernels.lane_memory import LaneMemory
+from attnlab.kernels.launch import early_launch
 from attnlab.kernels.launcher import Launcher
 from attnlab.kernels.shares import begun, border, last_share, place
 from attnlab.kernels.target import Target
@@ -132,7 +134,7 @@ def write_lane(work: LaneWork, cut: SharePolicy | SizeRule, memory: LaneMemory, 
         ),
     )
     grid = (range_programs + token_programs + slot_programs, 1, 1)
-    WRITE_LANE.launch(target, grid, (lists,), kv_heads=work.ctx.kv_heads, shared=shares > 0)
+    WRITE_LANE.launch(target, grid, (lists,), kv_heads=work.ctx.kv_heads, shared=shares > 0, target=target)
 
 
 @jit
@@ -339,7 +341,10 @@ def write_lane_kernel(
     HEADS: tl.constexpr,
     ENTRIES: tl.constexpr,
     RANGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        wait_for_earlier()
     table = (table_ptr, rows_ptr, pages_ptr, table_stride, table_rows, columns, num_pages, page_size, stride)
     requests = (indptr_ptr, unit_ptr, range_indptr_ptr, reqs, rounds)
     ranges = (request_ptr, range_start_ptr, range_end_ptr, segments_ptr, capacity)
@@ -374,8 +379,9 @@ def write_lane_kernel(
             _store_list(slots_ptr, entry, entries, owners, start_ptr, indptr_ptr, reqs, table)
 
 
-def _constants(*, kv_heads: int, shared: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    return {"SHARED": shared, "ENTRIES": ENTRIES, **range_constants(kv_heads)}, {}
+def _constants(*, kv_heads: int, shared: bool, target: Target) -> tuple[dict[str, Any], dict[str, Any]]:
+    constants = {"SHARED": shared, "ENTRIES": ENTRIES, **range_constants(kv_heads), "PDL": target.has_pdl}
+    return constants, {**early_launch(target)}
 
 
 WRITE_LANE = Launcher(write_lane_kernel, _constants)

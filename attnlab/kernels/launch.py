@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from attnlab.kernels.pairs import POWERS
 from attnlab.kernels.target import Target
 from attnlab.memory.pool import KVView, span
 from attnlab.plan.call import DecodeCall
+from attnlab.plan.extend_call import ExtendCall, VerifyCall
 from attnlab.spec import AttentionSpec
 
 NARROW_BELOW = 2**31
 """Elements of a storage whose offsets fit 32 bits."""
+C = TypeVar("C", DecodeCall, ExtendCall, VerifyCall)
 _TL_DTYPES = {} if tl is None else {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -133,11 +135,15 @@ def written(out: Tensor, target: Target) -> Tensor:
     return out.float() if target.kind == "interpreter" and out.dtype != torch.float32 else out
 
 
-def sendable(call: DecodeCall, target: Target) -> DecodeCall:
+def sendable(call: C, target: Target) -> C:
     """Return the call as kernels may take it: see `lifted` and `written`. Its `out` may be another, to be copied."""
     if target.kind != "interpreter":
         return call
-    return replace(call, q=lifted(call.q, target), out=written(call.out, target))
+    q, out = lifted(call.q, target), written(call.out, target)
+    if isinstance(call, DecodeCall):
+        return replace(call, q=q, out=out)
+    k, v = (None if x is None else lifted(x, target) for x in (call.k, call.v))
+    return replace(call, q=q, out=out, k=k, v=v)
 
 
 def merge_options(target: Target, *, num_warps: int) -> dict[str, int]:

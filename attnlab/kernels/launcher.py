@@ -29,12 +29,14 @@ from attnlab.memory.pool import KVView
 Asked = Callable[..., tuple[dict[str, Any], dict[str, Any]]]
 """(**asked) -> compile-time arguments by name, and launch options."""
 Grid = tuple[int, int, int]
+Grids = Grid | Callable[[dict[str, Any]], Grid]
+"""How many programs; where tiles decide a function of the constants, as Triton takes one."""
 Order = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Variant:
-    """A compiled kernel. `order` puts its constants and the groups, one behind the other, into its own order."""
+    """A compiled kernel. `order` puts constants' `values` and the groups, one behind the other, into its own order."""
 
     kernel: Any
     table: Table
@@ -42,17 +44,13 @@ class Variant:
     function: int
     metadata: tuple[Any, ...]
     order: Order
-    constants: tuple[Any, ...]
+    constants: dict[str, Any]
+    values: tuple[Any, ...]
 
-    @property
-    def usable(self) -> bool:
-        """Whether it may be launched as it is: its choices are of the table in use, and nobody watches."""
-        return self.table is current() and not watched(self.kernel)
-
-    def send(self, grid: Grid, stream: int, sent: tuple[Any, ...]) -> None:
-        """Launch with what groups of the right kinds send. There are no hooks, and no data for them."""
-        arguments = self.order(self.constants + sent)
-        self.run(*grid, stream, self.function, self.metadata, None, None, None, *arguments)
+    def told(self, grid: Grid, stream: Any, sent: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what `run` takes, with what groups of the right kinds send; there are no hooks, nor data for them."""
+        arguments = self.order(self.values + sent)
+        return *grid, stream, self.function, self.metadata, None, None, None, *arguments
 
 
 Launched = tuple[Variant, Grid, tuple[Arguments, ...]]
@@ -83,7 +81,7 @@ class Launcher:
         self.kernel, self.constants = kernel, constants
         self._variants: dict[Hashable, Variant] = {}
 
-    def launch(self, target: Target, grid: Grid, groups: tuple[Arguments, ...], /, **asked: Any) -> Launched | None:
+    def launch(self, target: Target, grid: Grids, groups: tuple[Arguments, ...], /, **asked: Any) -> Launched | None:
         """Launch for a grid of programs on the current device. Of what groups hold the kernel takes what it knows.
 
         `asked` goes to `constants`; its values are hashable, or a KVView. Returns what was launched, where that was a
@@ -91,7 +89,8 @@ class Launcher:
         """
         if target.kind != "cuda":
             constants, options = self.constants(**asked)
-            self.kernel[grid](*self._order(constants, groups)(_given(constants, groups)), **options)
+            programs = _programs(grid, constants)
+            self.kernel[programs](*self._order(constants, groups)(_given(constants, groups)), **options)
             return None
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
@@ -102,21 +101,22 @@ class Launcher:
             *[traits(x) if type(x) is KVView else x for x in asked.values()],
         )
         variant = self._variants.get(key)
-        if variant is None or not variant.usable:
+        if variant is None or not usable(variant):
             self._as_triton_does(key, grid, groups, asked)
             return None
         sent: tuple[Any, ...] = ()
         for group in groups:
             sent += group.sent
-        variant.send(grid, driver.get_current_stream(device), sent)
-        return variant, grid, groups
+        programs = _programs(grid, variant.constants)
+        variant.run(*variant.told(programs, driver.get_current_stream(device), sent))
+        return variant, programs, groups
 
-    def _as_triton_does(self, key: Hashable, grid: Grid, groups: tuple[Arguments, ...], asked: dict[str, Any]) -> None:
+    def _as_triton_does(self, key: Hashable, grid: Grids, groups: tuple[Arguments, ...], asked: dict[str, Any]) -> None:
         """Launch as Triton does, which compiles what it has not yet; remember what was launched."""
         constants, options = self.constants(**asked)
         order = self._order(constants, groups)
         self._check_free(groups)
-        handle = self.kernel[grid](*order(_given(constants, groups)), **options)
+        handle = self.kernel[_programs(grid, constants)](*order(_given(constants, groups)), **options)
         if handle is not None and not watched(self.kernel):  # what was compiled to debug is none for later
             remembered(
                 self._variants,
@@ -128,7 +128,8 @@ class Launcher:
                     function=handle.function,
                     metadata=handle.packed_metadata,
                     order=order,
-                    constants=tuple(constants.values()),
+                    constants=constants,
+                    values=tuple(constants.values()),
                 ),
             )
 
@@ -157,6 +158,10 @@ class Launcher:
             raise TypeError(f"{self.kernel.__name__}: {bound} are free; name them in do_not_specialize")
 
 
+def _programs(grid: Grids, constants: dict[str, Any]) -> Grid:
+    return grid(constants) if callable(grid) else grid
+
+
 def _given(constants: dict[str, Any], groups: tuple[Arguments, ...]) -> tuple[Any, ...]:
     return tuple(constants.values()) + tuple(x for group in groups for x in group.given)
 
@@ -171,16 +176,23 @@ def with_times(constants: Asked) -> Asked:
     return timed_constants
 
 
+def usable(*variants: Variant) -> bool:
+    """Whether all may be launched as they are: their choices are of the table in use, and nobody watches."""
+    table = current()
+    for variant in variants:
+        if variant.table is not table or variant.kernel.debug or variant.kernel.pre_run_hooks:
+            return False
+    return not _observed()
+
+
 def watched(kernel: Any) -> bool:
     """Whether launches are observed or debugged, which takes all that Triton does around one."""
+    return bool(kernel.debug or kernel.pre_run_hooks or _observed())
+
+
+def _observed() -> bool:
     runtime = triton.knobs.runtime
-    return bool(
-        runtime.debug
-        or kernel.debug
-        or kernel.pre_run_hooks
-        or _calls(runtime.launch_enter_hook)
-        or _calls(runtime.launch_exit_hook)
-    )
+    return bool(runtime.debug or _calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook))
 
 
 def _calls(hook: Any) -> bool:

@@ -15,15 +15,8 @@ import torch
 
 from attnlab._triton import jit, release_dependents, tl, wait_for_earlier
 from attnlab.kernels.core import join_sink, load_queries, merge_states, store_states, write_rows
-from attnlab.kernels.launch import (
-    lifted,
-    merge_options,
-    padded,
-    sight_constants,
-    slot_stride,
-    tile_constants,
-    written,
-)
+from attnlab.kernels.launch import merge_options, padded, sendable, sight_constants, tile_constants
+from attnlab.kernels.launcher import Launched, Launcher
 from attnlab.kernels.sweep import attend_list, attend_new, seen_drafts
 from attnlab.kernels.target import Target
 from attnlab.kernels.tuning import tuned
@@ -79,7 +72,7 @@ MERGE_BLOCK_M = 16
 """Rows whose partials a program merges: accumulators of 512 columns need the registers."""
 
 
-def verify_split(call: VerifyCall, *, target: Target) -> None:
+def verify_split(call: VerifyCall, *, target: Target) -> Launched | None:
     """Leave the softmax state of every draft over every segment of the schedule in `call.partials`.
 
     Computes: over the keys n of a segment that the draft sees, max = max s[n], sum = sum exp(s[n] - max), acc = sum
@@ -92,9 +85,18 @@ def verify_split(call: VerifyCall, *, target: Target) -> None:
     spec, view, lane, queries = call.spec, call.view, call.lane, call.queries
     segments = lane.schedule.segments.shape[0]
     if segments == 0 or queries.most == 0:
-        return
+        return None
     rows = queries.most * spec.group
-    constants, options = verify_constants(
+    return VERIFY_SPLIT.launch(
+        target,
+        lambda tiles: (segments, -(-rows // tiles["BLOCK_M"]), 1),
+        (
+            sendable(call, target).arguments,
+            view.arguments,
+            lane.arguments,
+            call.partials.arguments,
+            queries.arguments,
+        ),
         spec=spec,
         view=view,
         target=target,
@@ -102,48 +104,9 @@ def verify_split(call: VerifyCall, *, target: Target) -> None:
         rows=None if call.batch_invariant else rows,
         masked=queries.cached_masked,
     )
-    q = lifted(call.q, target)
-    bias = q if call.aux is None else call.aux  # any tensor will do where no modifier reads it
-    bits = lane.layout.start if queries.bits is None else queries.bits
-    _verify_split_kernel[(segments, -(-rows // constants["BLOCK_M"]))](
-        q,
-        view.k,
-        view.v,
-        lane.layout.index.slots,
-        lane.layout.index.indptr,
-        lane.layout.start,
-        lane.schedule.segments,
-        queries.indptr,
-        queries.positions,
-        bits,
-        queries.mask_indptr,
-        call.partials.acc,
-        call.partials.max,
-        call.partials.sum,
-        bias,
-        spec.scale * view.k_scale,
-        1.0 if spec.softcap is None else spec.softcap,
-        rows,
-        bits.shape[0],
-        lane.layout.sight.window or 0,
-        lane.layout.sight.chunk or 0,
-        q.stride(0),
-        q.stride(1),
-        view.k.stride(0),
-        slot_stride(view, view.k),
-        view.k.stride(-2),
-        view.v.stride(0),
-        slot_stride(view, view.v),
-        view.v.stride(-2),
-        bias.stride(0),
-        bias.stride(1),
-        bias.shape[2],
-        **constants,
-        **options,
-    )
 
 
-def verify_merge(call: VerifyCall, *, target: Target) -> None:
+def verify_merge(call: VerifyCall, *, target: Target) -> Launched | None:
     """Merge every draft's partials, let it attend to the drafts that it sees, and write `call.out` and `call.lse`.
 
     Under even shares, where `answers_alone` holds, requests of one segment are passed over: they were answered where it
@@ -157,8 +120,12 @@ def verify_merge(call: VerifyCall, *, target: Target) -> None:
     spec, view, lane, queries = call.spec, call.view, call.lane, call.queries
     reqs = lane.layout.index.reqs
     if reqs == 0 or queries.most == 0:
-        return
-    constants, options = verify_merge_constants(
+        return None
+    sent = sendable(call, target)
+    launched = VERIFY_MERGE.launch(
+        target,
+        (reqs * spec.kv_heads, -(-queries.most * spec.group // MERGE_BLOCK_M), 1),
+        (sent.arguments, view.arguments, lane.arguments, call.partials.arguments, queries.arguments),
         spec=spec,
         view=view,
         target=target,
@@ -169,55 +136,9 @@ def verify_merge(call: VerifyCall, *, target: Target) -> None:
         has_lse=call.lse is not None,
         skips_alone=lane.schedule.persistent and answers_alone(spec, view),
     )
-    q = lifted(call.q, target)
-    # Where an option is off, any tensor will do.
-    k, v = (q if x is None else lifted(x, target) for x in (call.k, call.v))
-    rows = written(call.out, target)
-    lse, sinks, bias = (q if x is None else x for x in (call.lse, call.sinks, call.aux))
-    bits = lane.layout.start if queries.bits is None else queries.bits
-    _verify_merge_kernel[(reqs * spec.kv_heads, -(-queries.most * spec.group // MERGE_BLOCK_M))](
-        q,
-        k,
-        v,
-        rows,
-        lse,
-        sinks,
-        bias,
-        bits,
-        lane.layout.index.indptr,
-        lane.layout.start,
-        lane.schedule.merge_indptr,
-        queries.indptr,
-        queries.positions,
-        queries.mask_indptr,
-        call.partials.acc,
-        call.partials.max,
-        call.partials.sum,
-        spec.scale,
-        view.v_scale,
-        1.0 if spec.softcap is None else spec.softcap,
-        queries.most * spec.group,
-        bits.shape[0],
-        lane.layout.sight.window or 0,
-        lane.layout.sight.chunk or 0,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        rows.stride(0),
-        rows.stride(1),
-        lse.stride(0),
-        lse.stride(1),
-        bias.stride(0),
-        bias.stride(1),
-        bias.shape[2],
-        **constants,
-        **options,
-    )
-    if rows is not call.out:
-        call.out.copy_(rows)
+    if sent.out is not call.out:
+        call.out.copy_(sent.out)
+    return launched
 
 
 def answers_alone(spec: AttentionSpec, view: KVView) -> bool:
@@ -300,7 +221,7 @@ def _verify_split_kernel(
     max_ptr,
     sum_ptr,
     aux_ptr,
-    scale,
+    scale_cached,
     softcap,
     rows,
     num_bits,
@@ -394,7 +315,7 @@ def _verify_split_kernel(
         num_bits,
         window,
         chunk,
-        scale,
+        scale_cached,
         softcap,
         aux_ptr,
         aux_stride_token,
@@ -610,3 +531,7 @@ def _verify_merge_kernel(
     out_rows = out_ptr + token * out_stride_token + head * out_stride_head
     lse_rows = lse_ptr + token * lse_stride_token + head * lse_stride_head
     write_rows(running_max, running_sum, acc, out_rows, lse_rows, mask_m, V_DIM, BLOCK_V, HAS_LSE)
+
+
+VERIFY_SPLIT = Launcher(_verify_split_kernel, verify_constants)
+VERIFY_MERGE = Launcher(_verify_merge_kernel, verify_merge_constants)

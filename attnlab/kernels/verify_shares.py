@@ -29,16 +29,14 @@ from attnlab.kernels.core import (
 )
 from attnlab.kernels.launch import (
     early_launch,
-    lifted,
     narrow,
     pair_constants,
     plain_scores,
+    sendable,
     sight_constants,
-    slot_stride,
-    stored,
     tile_constants,
-    written,
 )
+from attnlab.kernels.launcher import Launched, Launcher
 from attnlab.kernels.pairs import join_columns, load_paired_queries
 from attnlab.kernels.sweep import attend_loaded_new, attend_new, load_new, seen_drafts
 from attnlab.kernels.target import Target
@@ -94,7 +92,7 @@ class VerifySharesConfig:
         )
 
 
-def verify_shares(call: VerifyCall, *, target: Target) -> None:
+def verify_shares(call: VerifyCall, *, target: Target) -> Launched | None:
     """Leave drafts' softmax states over segments that are to be merged in `call.partials`, whole answers in `call.out`.
 
     Computes: as `verify_split`; where `answers_alone` holds and a request has one segment of a KV head, what
@@ -105,9 +103,18 @@ def verify_shares(call: VerifyCall, *, target: Target) -> None:
     """
     spec, view, lane, queries = call.spec, call.view, call.lane, call.queries
     if lane.layout.index.reqs == 0 or queries.most == 0:
-        return
-    rows = queries.most * spec.group
-    constants, options = verify_shares_constants(
+        return None
+    rows, sent = queries.most * spec.group, sendable(call, target)
+    launched = VERIFY_SHARES.launch(
+        target,
+        lambda tiles: (lane.schedule.programs, -(-rows // tiles["BLOCK_M"]), 1),
+        (
+            sent.arguments,
+            view.pair_arguments if view.paired else view.arguments,
+            lane.arguments,
+            call.partials.arguments,
+            queries.arguments,
+        ),
         spec=spec,
         view=view,
         target=target,
@@ -120,67 +127,9 @@ def verify_shares(call: VerifyCall, *, target: Target) -> None:
         has_lse=call.lse is not None,
         keeps=call.keeps,
     )
-    q, (k, v) = lifted(call.q, target), stored(view)
-    # Where an option is off, any tensor will do.
-    k_new, v_new = (q if x is None else lifted(x, target) for x in (call.k, call.v))
-    out = written(call.out, target)
-    lse, sinks, bias = (q if x is None else x for x in (call.lse, call.sinks, call.aux))
-    bits = lane.layout.start if queries.bits is None else queries.bits
-    _verify_shares_kernel[(lane.schedule.programs, -(-rows // constants["BLOCK_M"]))](
-        q,
-        k,
-        v,
-        lane.layout.index.slots,
-        lane.layout.index.indptr,
-        lane.layout.start,
-        lane.schedule.segments,
-        lane.schedule.program_indptr,
-        queries.indptr,
-        queries.positions,
-        bits,
-        queries.mask_indptr,
-        call.partials.acc,
-        call.partials.max,
-        call.partials.sum,
-        bias,
-        lane.schedule.merge_indptr,
-        k_new,
-        v_new,
-        sinks,
-        out,
-        lse,
-        spec.scale * view.k_scale,
-        spec.scale,
-        view.v_scale,
-        1.0 if spec.softcap is None else spec.softcap,
-        rows,
-        bits.shape[0],
-        lane.layout.sight.window or 0,
-        lane.layout.sight.chunk or 0,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        slot_stride(view, k),
-        k.stride(-2),
-        v.stride(0),
-        slot_stride(view, v),
-        v.stride(-2),
-        bias.stride(0),
-        bias.stride(1),
-        bias.shape[2],
-        k_new.stride(0),
-        k_new.stride(1),
-        v_new.stride(0),
-        v_new.stride(1),
-        out.stride(0),
-        out.stride(1),
-        lse.stride(0),
-        lse.stride(1),
-        **constants,
-        **options,
-    )
-    if out is not call.out:
-        call.out.copy_(out)
+    if sent.out is not call.out:
+        call.out.copy_(sent.out)
+    return launched
 
 
 def verify_shares_constants(
@@ -266,8 +215,8 @@ def _verify_shares_kernel(
     sinks_ptr,
     out_ptr,
     lse_ptr,
+    scale_cached,
     scale,
-    scale_new,
     v_scale,
     softcap,
     rows,
@@ -403,10 +352,10 @@ def _verify_shares_kernel(
         q_rows = q_ptr + token * q_stride_token + head * q_stride_head
         if PAIRS:
             q, q_rest, power = load_paired_queries(q_rows, mask_m, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
-            factor = scale * power
+            factor = scale_cached * power
         else:
             q, q_rest = load_queries(q_rows, mask_m, QK_DIM, BLOCK_D, BLOCK_R, COMPUTE)
-            factor = scale
+            factor = scale_cached
         bits_row = q_number.to(tl.int64) * (cached + drafts)
         if HAS_MASK or NEW_MASK:
             bits_row += tl.load(mask_indptr_ptr + req)
@@ -537,7 +486,7 @@ def _verify_shares_kernel(
                             num_bits,
                             window,
                             chunk,
-                            scale_new,
+                            scale,
                             softcap,
                             aux_ptr,
                             aux_stride_token,
@@ -579,7 +528,7 @@ def _verify_shares_kernel(
                         num_bits,
                         window,
                         chunk,
-                        scale_new,
+                        scale,
                         softcap,
                         aux_ptr,
                         aux_stride_token,
@@ -624,3 +573,6 @@ def _verify_shares_kernel(
         start, list_start, list_end = start_ahead, list_start_ahead, list_end_ahead
     if PDL:
         release_dependents()
+
+
+VERIFY_SHARES = Launcher(_verify_shares_kernel, verify_shares_constants)

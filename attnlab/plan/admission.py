@@ -36,11 +36,12 @@ class _Asked(NamedTuple):
 
     @classmethod
     def of(cls, *lens: Lens) -> _Asked:
-        if all(isinstance(each, HostLens) for each in lens):
-            known = [each.least_each for each in lens]
-            values = known[0] if len(known) == 1 else [sum(mine) for mine in zip(*known, strict=True)]
-            return cls(values, max(values, default=0))
-        return cls(None, sum(each.bound_max for each in lens))
+        if not all(isinstance(each, HostLens) for each in lens):
+            return cls(None, sum(each.bound_max for each in lens))
+        if len(lens) == 1:  # whose longest is known
+            return cls(lens[0].least_each, lens[0].bound_max)
+        values = [sum(mine) for mine in zip(*[each.least_each for each in lens], strict=True)]
+        return cls(values, max(values, default=0))
 
     def ahead(self, tokens: int) -> _Asked:
         """Return the lengths of requests that are so many tokens ahead: not those of padded rows."""

@@ -97,15 +97,18 @@ class Planner:
 
     def _taken(self, batch: B) -> B:
         """Return the batch in memory of its own. Rows on the device that are none of the table's become padding."""
-        batch = owned(batch)
-        self._pad(batch.rows, lens_of(batch))
+        copies = self._padded(batch.rows, lens_of(batch))
         if not isinstance(batch, DraftBatch) and batch.encoder is not None:
-            self._pad(batch.encoder.rows, [batch.encoder.lens])
-        return batch
+            copies |= self._padded(batch.encoder.rows, [batch.encoder.lens])
+        return owned(batch, copies)
 
-    def _pad(self, rows: Tensor, lengths: Sequence[Lens]) -> None:
-        if rows.device.type != "cpu":
-            self.ops.pad(rows, [lens.device for lens in lengths], max_requests=self.table.max_requests)
+    def _padded(self, rows: Tensor, lengths: Sequence[Lens]) -> dict[int, Tensor]:
+        """Return copies of rows on the device and of their lengths, by the tensor that each is of; of others none."""
+        if rows.device.type == "cpu":
+            return {}
+        lens = [mine.device for mine in lengths]
+        copies = self.ops.pad(rows, lens, max_requests=self.table.max_requests)
+        return {id(x): copy for x, copy in zip((rows, *lens), copies, strict=True)}
 
     @cached_property
     def admission(self) -> Admission:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,7 +10,16 @@ import torch
 from torch import Tensor
 
 from attnlab.arguments import Arguments, Names
-from attnlab.checks import contiguous, describe, last_axis_contiguous, own_memory, require, same_device, tensor
+from attnlab.checks import (
+    contiguous,
+    describe,
+    last_axis_contiguous,
+    own_memory,
+    require,
+    same_device,
+    storages,
+    tensor,
+)
 from attnlab.memory.pool import KVView, compute_dtype
 from attnlab.plan.layout import KVLayout
 from attnlab.plan.plans import Lane
@@ -80,49 +90,16 @@ class DecodeCall:
             and partials.packed
             and partials.acc.shape == (schedule.partials, spec.group, spec.v_dim)
             and partials.acc.device == device
-            and isinstance(q, Tensor)
-            and q.shape == (reqs, spec.heads, spec.qk_dim)
-            and q.dtype in FLOATS
-            and q.device == device
-            and q.stride()[2] == 1
-            and self._answers_look_right(reqs, device)
-            and (self.sinks is not None) == spec.has_sinks
-            and (self.sinks is None or self._sinks_look_right(self.sinks, device))
-            and self.aux is None
-            and not (spec.mod is not None and spec.mod.needs_aux)
-        )
-
-    def _answers_look_right(self, reqs: int, device: torch.device) -> bool:
-        """Whether what is written is shaped as it must be, packed, and apart from what is read."""
-        out, lse, spec = self.out, self.lse, self.spec
-        read = (*self.view.memory, self.q.untyped_storage().data_ptr())
-        return (
-            isinstance(out, Tensor)
-            and out.shape == (reqs, spec.heads, spec.v_dim)
-            and out.dtype in FLOATS
-            and out.device == device
-            and out.is_contiguous()
-            and (memory := out.untyped_storage().data_ptr()) not in read
-            and (
-                lse is None
-                or isinstance(lse, Tensor)
-                and lse.shape == (reqs, spec.heads)
-                and lse.dtype == torch.float32
-                and lse.device == device
-                and lse.is_contiguous()
-                and lse.untyped_storage().data_ptr() not in (*read, memory)
+            and rows_look_right(q, (reqs, spec.heads, spec.qk_dim), device)
+            and sinks_look_right(spec, self.sinks, device)
+            and answers_look_right(
+                self.out,
+                self.lse,
+                (reqs, spec.heads, spec.v_dim),
+                device,
+                (*view.memory, *storages(q, self.sinks)),
             )
-        )
-
-    def _sinks_look_right(self, sinks: Tensor, device: torch.device) -> bool:
-        written = (self.out, self.out if self.lse is None else self.lse)
-        return (
-            isinstance(sinks, Tensor)
-            and sinks.shape == (self.spec.heads,)
-            and sinks.dtype in FLOATS
-            and sinks.device == device
-            and sinks.is_contiguous()
-            and sinks.untyped_storage().data_ptr() not in [x.untyped_storage().data_ptr() for x in written]
+            and no_aux(spec, self.aux)
         )
 
     def _check(self) -> None:
@@ -158,14 +135,15 @@ class DecodeCall:
         """What kernels are told of what the call itself brings. Where nothing is read any tensor stands."""
         spec, q, out = self.spec, self.q, self.out
         aux = q if self.aux is None else self.aux
-        lse = self.partials.max if self.lse is None else self.lse
-        sinks = self.partials.max if self.sinks is None else self.sinks
+        lse = q if self.lse is None else self.lse
+        sinks = q if self.sinks is None else self.sinks
         q_token, q_head, _ = q.stride()
+        lse_strides = lse.stride()[:2]
         aux_token, aux_head, _ = aux.stride()
         out_token, out_head, _ = out.stride()
         softcap = 1.0 if spec.softcap is None else spec.softcap
         numbers = (spec.scale * self.view.k_scale, softcap, q_token, q_head, aux_token, aux_head, aux.shape[2])
-        return Arguments(CALL, (q, aux, out, lse, sinks, self.times), (*numbers, out_token, out_head, *lse.stride()))
+        return Arguments(CALL, (q, aux, out, lse, sinks, self.times), (*numbers, out_token, out_head, *lse_strides))
 
     @property
     def head_tile(self) -> int:
@@ -178,6 +156,49 @@ class DecodeCall:
     def head_tiles(self) -> int:
         """How many programs share the query heads of a group."""
         return head_tiles(self.spec.group, self.head_tile)
+
+
+def rows_look_right(x: object, shape: tuple[int, ...], device: torch.device) -> bool:
+    """Whether a short look at what is read row by row finds nothing wrong."""
+    return (
+        isinstance(x, Tensor) and x.shape == shape and x.dtype in FLOATS and x.device == device and x.stride()[-1] == 1
+    )
+
+
+def answers_look_right(
+    out: object, lse: object, shape: tuple[int, int, int], device: torch.device, read: Sequence[int]
+) -> bool:
+    """Whether what is written is shaped as it must be, packed, and apart: it is no part of the storages `read`."""
+    return (
+        isinstance(out, Tensor)
+        and out.shape == shape
+        and out.dtype in FLOATS
+        and out.device == device
+        and out.is_contiguous()
+        and (memory := out.untyped_storage().data_ptr()) not in read
+        and (
+            lse is None
+            or isinstance(lse, Tensor)
+            and lse.shape == shape[:2]
+            and lse.dtype == torch.float32
+            and lse.device == device
+            and lse.is_contiguous()
+            and (of_lse := lse.untyped_storage().data_ptr()) not in read
+            and of_lse != memory
+        )
+    )
+
+
+def sinks_look_right(spec: AttentionSpec, sinks: Tensor | None, device: torch.device) -> bool:
+    """Whether sinks are there exactly where the layer has them, one logit per head."""
+    if sinks is None:
+        return not spec.has_sinks
+    return spec.has_sinks and rows_look_right(sinks, (spec.heads,), device)
+
+
+def no_aux(spec: AttentionSpec, aux: Tensor | None) -> bool:
+    """Whether there is no aux, and none is needed: a short look does not look at any."""
+    return aux is None and not (spec.mod is not None and spec.mod.needs_aux)
 
 
 def check_partials(partials: Partials, count: int, rows: int, v_dim: int, device: torch.device, hint: str) -> None:

@@ -3,22 +3,56 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from attnlab.checks import last_axis_contiguous, one_of, own_memory, require, same_device, tensor
+from attnlab.arguments import Arguments, Names
+from attnlab.checks import last_axis_contiguous, one_of, own_memory, require, same_device, storages, tensor
 from attnlab.memory.pool import KVView, compute_dtype
-from attnlab.plan.call import FLOATS, check_aux, check_partials, check_sight, check_sinks
+from attnlab.plan.call import (
+    FLOATS,
+    answers_look_right,
+    check_aux,
+    check_partials,
+    check_sight,
+    check_sinks,
+    no_aux,
+    rows_look_right,
+    sinks_look_right,
+)
 from attnlab.plan.plans import ExtendLane, Lane, Queries
 from attnlab.plan.workspace import Partials
 from attnlab.spec import AttentionSpec
 
 Parts = Literal["all", "cached", "new"]
+CALL = Names(
+    pointers=("q_ptr", "k_new_ptr", "v_new_ptr", "out_ptr", "lse_ptr", "sinks_ptr", "aux_ptr"),
+    numbers=(
+        "scale",
+        "scale_cached",
+        "softcap",
+        "q_stride_token",
+        "q_stride_head",
+        "k_new_stride_token",
+        "k_new_stride_head",
+        "v_new_stride_token",
+        "v_new_stride_head",
+        "out_stride_token",
+        "out_stride_head",
+        "lse_stride_token",
+        "lse_stride_head",
+        "aux_stride_token",
+        "aux_stride_head",
+        "aux_width",
+    ),
+    free=("rows", "window", "chunk"),
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ExtendCall:
     """A layer's attention for the queries of a plan, checked when it is made: engines need not look again.
 
@@ -50,14 +84,18 @@ class ExtendCall:
     def __post_init__(self) -> None:
         one_of("parts", self.parts, ("all", "cached", "new"))
         require(self.parts == "all" or not self.one_pass, "parts: one pass reads one list, which cannot be told apart")
-        _check(
-            self,
-            reads_new=self.parts != "cached" and not self.one_pass,
-            takes_sinks=self.parts == "all" or self.spec.cross or self.sinks is not None,
-        )
+        reads_new = self.parts != "cached" and not self.one_pass
+        takes_sinks = self.parts == "all" or self.spec.cross or self.sinks is not None
+        if not _looks_right(self, reads_new=reads_new, takes_sinks=takes_sinks):  # words only where they are needed
+            _check(self, reads_new=reads_new, takes_sinks=takes_sinks)
+
+    @cached_property
+    def arguments(self) -> Arguments:
+        """What kernels are told of what the call itself brings."""
+        return _arguments(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class VerifyCall:
     """A layer's attention for drafts, over cached keys that are split, then over the drafts themselves.
 
@@ -83,6 +121,22 @@ class VerifyCall:
     keeps: bool = False
 
     def __post_init__(self) -> None:
+        if not self._looks_right():  # calls that are right are many: words only where they are needed
+            self._check()
+
+    def _looks_right(self) -> bool:
+        """Whether a short look finds nothing wrong."""
+        spec, partials, schedule = self.spec, self.partials, self.lane.schedule
+        return (
+            schedule.kv_heads == spec.kv_heads
+            and _looks_right(self, reads_new=self.k is not None, takes_sinks=True)
+            and partials.packed
+            and partials.acc.shape == (schedule.partials, self.queries.most * spec.group, spec.v_dim)
+            and partials.acc.device == self.view.k.device
+        )
+
+    def _check(self) -> None:
+        """Raise unless all is right."""
         kv_heads = self.lane.schedule.kv_heads
         require(
             kv_heads == self.spec.kv_heads,
@@ -94,6 +148,56 @@ class VerifyCall:
             f"the plan has {count} partials of {self.queries.most} drafts, layer {self.layer} {self.spec.heads} heads"
         )
         check_partials(self.partials, count, rows, self.spec.v_dim, self.view.k.device, hint)
+
+    @cached_property
+    def arguments(self) -> Arguments:
+        """What kernels are told of what the call itself brings."""
+        return _arguments(self)
+
+
+def _looks_right(call: ExtendCall | VerifyCall, *, reads_new: bool, takes_sinks: bool) -> bool:
+    """Whether a short look finds nothing wrong with tensors. It says no where it does not look: as in decode calls."""
+    spec, view, sight = call.spec, call.view, call.lane.layout.sight
+    tokens, device, q, k, v = call.queries.positions.shape[0], view.k.device, call.q, call.k, call.v
+    return (
+        view.dims == (spec.kv_heads, spec.qk_dim, spec.v_dim)
+        and call.queries.indptr.device == device
+        and (sight is spec.sight or sight == spec.sight)
+        and rows_look_right(q, (tokens, spec.heads, spec.qk_dim), device)
+        and (
+            k is v is None
+            and not reads_new
+            or k is not None
+            and v is not None
+            and rows_look_right(k, (tokens, spec.kv_heads, spec.qk_dim), device)
+            and rows_look_right(v, (tokens, spec.kv_heads, spec.v_dim), device)
+            and k.dtype == v.dtype == q.dtype
+        )
+        and (sinks_look_right(spec, call.sinks, device) if takes_sinks else call.sinks is None)
+        and answers_look_right(
+            call.out,
+            call.lse,
+            (tokens, spec.heads, spec.v_dim),
+            device,
+            (*view.memory, *storages(q, k, v, call.sinks)),
+        )
+        and no_aux(spec, call.aux)
+    )
+
+
+def _arguments(call: ExtendCall | VerifyCall) -> Arguments:
+    """Return the arguments of a call; where nothing is read, or written, its queries stand."""
+    spec, view, sight, q = call.spec, call.view, call.lane.layout.sight, call.q
+    k, v, lse, sinks, aux = (q if x is None else x for x in (call.k, call.v, call.lse, call.sinks, call.aux))
+    scales = spec.scale, spec.scale * view.k_scale, 1.0 if spec.softcap is None else spec.softcap
+    strides = [step for x in (q, k, v, call.out, lse, aux) for step in x.stride()[:2]]
+    rows = call.queries.most * spec.group
+    return Arguments(
+        CALL,
+        (q, k, v, call.out, lse, sinks, aux),
+        (*scales, *strides, aux.shape[2]),
+        (rows, sight.window or 0, sight.chunk or 0),
+    )
 
 
 def _check(call: ExtendCall | VerifyCall, *, reads_new: bool, takes_sinks: bool) -> None:

@@ -21,8 +21,10 @@ from attnlab.spec import Sight
 class PlanOps(Protocol):
     """Index lists, in torch or in Triton. Nothing here waits for the device, and nothing reads a list's tail."""
 
-    def pad(self, rows: Int[Tensor, " reqs"], lens: Sequence[Int[Tensor, " reqs"]], *, max_requests: int) -> None:
-        """Make padding of requests whose row is none of `max_requests`: each of their one or two lengths becomes 0."""
+    def pad(
+        self, rows: Int[Tensor, " reqs"], lens: Sequence[Int[Tensor, " reqs"]], *, max_requests: int
+    ) -> tuple[Int[Tensor, " reqs"], ...]:
+        """Return copies of rows and of their one or two lengths, 0 where the row is none of `max_requests`: padding."""
 
     def lane(self, work: LaneWork) -> Lane:
         """Return a lane whose lists are split: lists, ranges, schedule, and the slots of new tokens."""

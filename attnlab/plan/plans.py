@@ -25,13 +25,16 @@ from attnlab.plan.signature import Signature, signature_of
 from attnlab.plan.splits import SplitPlan
 from attnlab.plan.workspace import scratch_bytes
 
-LANE = Names(
-    pointers=("slots_ptr", "indptr_ptr", "start_ptr", "segments_ptr", "programs_ptr", "merge_indptr_ptr"),
-    free=("requests",),
+QUERIES = Names(
+    pointers=("q_indptr_ptr", "positions_ptr", "bits_ptr", "mask_indptr_ptr"),
+    free=("num_bits",),
 )
+LISTS = ("slots_ptr", "indptr_ptr", "start_ptr", "start_visible_ptr")
+EXTEND_LANE = Names(pointers=LISTS)
+LANE = Names(pointers=(*LISTS, "segments_ptr", "programs_ptr", "merge_indptr_ptr"), free=("requests",))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ExtendLane:
     """What layers of one kind share: the cached keys they see, and where new tokens go.
 
@@ -50,6 +53,16 @@ class ExtendLane:
     def cross(self) -> bool:
         """Whether the keys are an encoder's."""
         return self.layout.sight.cross
+
+    @cached_property
+    def arguments(self) -> Arguments:
+        """What kernels are told of its lists; all layers of the lane are launched with these."""
+        return Arguments(EXTEND_LANE, self._lists)
+
+    @property
+    def _lists(self) -> tuple[Tensor, ...]:
+        index, layout = self.layout.index, self.layout
+        return index.slots, index.indptr, layout.start, layout.start_visible
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,10 +87,9 @@ class Lane(ExtendLane):
     @cached_property
     def arguments(self) -> Arguments:
         """What kernels are told of its lists and of who reads them; all layers of the lane are launched with these."""
-        index, schedule = self.layout.index, self.schedule
-        lists = index.slots, index.indptr, self.layout.start
-        pointers = (*lists, schedule.segments, schedule.program_indptr, schedule.merge_indptr)
-        return Arguments(LANE, pointers, free=(index.reqs,))
+        schedule = self.schedule
+        pointers = (*self._lists, schedule.segments, schedule.program_indptr, schedule.merge_indptr)
+        return Arguments(LANE, pointers, free=(self.layout.index.reqs,))
 
     @cached_property
     def repeats(self) -> dict[Any, Any]:
@@ -162,7 +174,7 @@ class DecodePlan:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Queries:
     """The query tokens of a step with several a request: those of r are `indptr[r]` up to the next entry.
 
@@ -177,6 +189,12 @@ class Queries:
     most: int
     mask: Mask
     mask_indptr: Int[Tensor, " reqs_1"]
+
+    @cached_property
+    def arguments(self) -> Arguments:
+        """What kernels are told of them; where no mask is read any tensor stands for its entries."""
+        bits = self.positions if self.bits is None else self.bits
+        return Arguments(QUERIES, (self.indptr, self.positions, bits, self.mask_indptr), free=(bits.shape[0],))
 
     @property
     def bits(self) -> Tensor | None:

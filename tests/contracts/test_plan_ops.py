@@ -45,13 +45,21 @@ def test_requests_in_no_row_of_the_table_become_padding(
     ops: str, dtype: torch.dtype, requests: list[tuple[int, int, int]]
 ) -> None:
     rows, cached, new = (ints([r[i] for r in requests], dtype if i == 0 else torch.int32) for i in range(3))
-    OPS[ops].pad(rows, [cached, new], max_requests=5)
+    before = [x.clone() for x in (rows, cached, new)]
+    made = OPS[ops].pad(rows, [cached, new], max_requests=5)
     inside = [0 <= row < 5 for row, *_ in requests]
-    assert cached.tolist() == [n * live for (_, n, _), live in zip(requests, inside, strict=True)]
-    assert new.tolist() == [n * live for (*_, n), live in zip(requests, inside, strict=True)]
-    seq = ints([n for _, n, _ in requests])
-    OPS[ops].pad(rows, [seq], max_requests=5)
-    assert seq.tolist() == cached.tolist()
+    assert made[0].tolist() == [row for row, *_ in requests]
+    assert made[1].tolist() == [n * live for (_, n, _), live in zip(requests, inside, strict=True)]
+    assert made[2].tolist() == [n * live for (*_, n), live in zip(requests, inside, strict=True)]
+    alone = OPS[ops].pad(rows, [cached], max_requests=5)
+    assert [x.tolist() for x in alone] == [x.tolist() for x in made[:2]]
+    wide = torch.stack([cached, new], 1)
+    assert OPS[ops].pad(rows, [wide[:, 0], wide[:, 1]], max_requests=5)[1].tolist() == made[1].tolist()
+    given = (rows, cached, new)
+    for x, was, copy in zip(given, before, made, strict=True):
+        assert torch.equal(x, was), "what was given is another's"
+        assert copy.dtype == x.dtype
+        assert not x.numel() or copy.data_ptr() != x.data_ptr()
 
 
 spans = st.none() | st.integers(1, 40)

@@ -100,6 +100,7 @@ def variants(target: Target) -> Iterator[Variant]:
             yield verify_merge_variant(shape, target)
     names = (
         "rows_ptr",
+        "own_rows_ptr",
         "ids_ptr",
         "pages_ptr",
         "translated_ptr",
@@ -111,11 +112,12 @@ def variants(target: Target) -> Iterator[Variant]:
     long = dict.fromkeys(names, torch.int64)
     for name, kernel in index.KERNELS.items():
         lists = dict.fromkeys(("first_ptr", "second_ptr"), torch.int64) if name == "join" else {}
-        constants = {"BLOCK": 512} | ({"TRANSLATED": True} if name == "drafts" else {})
+        more = {"drafts": {"TRANSLATED": True}, "pad": {"PDL": target.has_pdl}}
+        constants = {"BLOCK": 512, **more.get(name, {})}
         yield Variant(
             name=name, kernel=kernel, pointers={**long, **lists}, constants=constants, options={"num_warps": 4}
         )
-    yield from _lane_variants(long)
+    yield from _lane_variants(long, target)
     yield Variant(
         name="seed counts",
         kernel=seed._seed_counts_kernel,
@@ -125,12 +127,12 @@ def variants(target: Target) -> Iterator[Variant]:
     )
 
 
-def _lane_variants(pointers: dict[str, torch.dtype]) -> Iterator[Variant]:
+def _lane_variants(pointers: dict[str, torch.dtype], target: Target) -> Iterator[Variant]:
     """Yield what plans a decode's lane: its sums under every rule, and what is written under each kind of cut."""
     options = {"num_warps": 4}
     rules = {"seed": seed._seed_sizes, "static": size_rules.same_count, "tile": tile._tiles}
     for name, rule in rules.items():
-        constants = {"SIZES": rule, "BLOCK": lane_counts.REQUESTS}
+        constants = {"SIZES": rule, "BLOCK": lane_counts.REQUESTS, "PDL": target.has_pdl}
         yield Variant(
             name=f"count sizes: {name}",
             kernel=lane_counts.count_sizes_kernel,
@@ -142,7 +144,7 @@ def _lane_variants(pointers: dict[str, torch.dtype]) -> Iterator[Variant]:
         name="count shares",
         kernel=lane_counts.count_shares_kernel,
         pointers=pointers,
-        constants={"BLOCK": lane_counts.REQUESTS},
+        constants={"BLOCK": lane_counts.REQUESTS, "PDL": target.has_pdl},
         options=options,
     )
     for shared in (False, True):
@@ -155,6 +157,7 @@ def _lane_variants(pointers: dict[str, torch.dtype]) -> Iterator[Variant]:
                 "SHARED": shared,
                 "ENTRIES": lane_lists.ENTRIES,
                 **lane_lists.range_constants(GQA.kv_heads),
+                "PDL": target.has_pdl,
             },
             options=options,
         )
