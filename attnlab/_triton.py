@@ -36,9 +36,6 @@ if _boot.PROBLEM is not None:
 try:
     import triton
     import triton.language as tl
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
     from triton.language.extra.cuda import gdc_launch_dependents as release_dependents
     from triton.language.extra.cuda import gdc_wait as wait_for_earlier
     from triton.language.extra.cuda import globaltimer as device_clock
@@ -47,7 +44,7 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError as error:
     triton = tl = device_clock = multiprocessor = release_dependents = wait_for_earlier = None
-    TensorDescriptor = gluon = gl = hopper = None
+    TensorDescriptor = None
     PROBLEM: str | None = f"Triton cannot be imported here ({error}); it has wheels for Linux only"
 else:
     # Triton decorates its own helpers at import. They must have been decorated with our setting.
@@ -59,6 +56,13 @@ else:
             f"triton was imported before attnlab and is set up for {was} kernels, but this process wants "
             f"them {wanted}; import attnlab first, or set TRITON_INTERPRET={int(INTERPRETED)} from the start"
         )
+
+if PROBLEM is None:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+else:  # it decorates the same helpers again, and refuses those that were decorated with another setting
+    gluon = gl = hopper = None
 
 
 class _CannotLaunch:
@@ -86,17 +90,15 @@ def jit(function: Callable[..., Any] | None = None, *, do_not_specialize: tuple[
 
 
 def gluon_jit(function: Callable[..., Any]) -> Any:
-    """`gluon.jit`, or a stand-in that raises on launch where Triton is missing. Gluon has no interpreter."""
+    """`gluon.jit`, or a stand-in that raises on launch where Triton has a PROBLEM. Gluon has no interpreter."""
     return _CannotLaunch(function) if gluon is None else gluon.jit(function)
 
 
 def source_class(kernel: Any) -> Any:
-    """Return the class of what Triton compiles of a kernel: Gluon's are another."""
+    """Return the class of the source that Triton compiles ahead of a launch: Gluon's kernels have one of their own."""
     if not kernel.is_gluon():
         return triton.compiler.ASTSource
-    from triton.experimental.gluon._runtime import (
-        GluonASTSource,
-    )  # what compiles ahead of a launch needs it, and nobody else
+    from triton.experimental.gluon._runtime import GluonASTSource  # private: a launch gets by without it
 
     return GluonASTSource
 
