@@ -213,7 +213,7 @@ FACTS = """
 import json
 from attnlab.inspect import resources
 for variant in resources.variants(resources.TARGETS["sm_90"]):
-    if variant.name.startswith("latent for Hopper"):
+    if variant.name.startswith("latent" + resources.FOR_HOPPER):
         took = resources.compile_variant(variant, "sm_90")
         print(json.dumps([took.registers, took.spills, took.shared, resources.ptx(variant)]))
 """

@@ -149,10 +149,12 @@ def launched(work: Workload, target: Target) -> dict[str, Callable[[], object]]:
         packs = target.is_hopper or target.kind == INTERPRETER
         tile = shares_tile([spec], mla=work.mla, kv_dtype=work.kv_dtype)
         fp32 = dtypes["compute"] == torch.float32
-        split = {"decode_split": lambda: decode.SplitConfig.choose(spec, target, fp32=fp32)}
+        split: dict[str, Callable[[], object]] = {
+            "decode_split": lambda: decode.SplitConfig.choose(spec, target, fp32=fp32)
+        }
         if packs and tile == LATENT_TILE:
             if target.is_hopper and decode_latent_hopper.is_for(spec, _latent_view(work)):
-                return split  # what this kernel is launched with is no choice
+                return split  # that kernel has one tile and one way to be launched: there is nothing to choose
             return {**split, "decode_latent": lambda: decode_latent.LatentConfig.choose(target)}
         held = _held(work, target)
         return {**split, "decode_shares": lambda: decode_shares.SharesConfig.choose(spec, target, **dtypes, held=held)}

@@ -18,6 +18,8 @@ TARGETS = {
     "sm_100": Target(kind="cuda", arch=100, multiprocessors=148),
     "gfx942": Target(kind="hip"),
 }
+FOR_HOPPER = " for Hopper: "
+"""Between kind and shape of variants that are chosen, and compiled, for compute capability 9.0 alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
