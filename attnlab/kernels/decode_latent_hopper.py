@@ -40,8 +40,8 @@ from attnlab.plan.call import DecodeCall
 from attnlab.plan.tiles import LATENT_ROW
 from attnlab.spec import AttentionSpec
 
-STEP = 16
-"""What a tensor's address and strides are multiples of, so that the compiler knows that 16 bytes may be copied."""
+ALIGNMENT = 16
+"""What divides a tensor's address, in bytes, and its strides, in numbers, where Triton copies 16 bytes at a time."""
 WARPS = 4
 """Warps of a group: those that issue an instruction of Hopper's tensor cores together."""
 
@@ -50,11 +50,12 @@ if gl is not None:
     # A thread's registers, of those of side 1 and of those that load; side 0 has what is left. To attend takes 160 for
     # 64 x 256 answers and 64 x 64 scores alone.
     OTHERS_REGISTERS = tl.constexpr([232, 40])
+    # A program's tiles: heads by keys, and of both the columns, two halves that are values, too, and the rest.
     HEADS = tl.constexpr(64)
     KEYS = tl.constexpr(64)
     HALF = tl.constexpr(256)
     REST = tl.constexpr(64)
-    COPYING = tl.constexpr(32 * WARPS)
+    COPYING = tl.constexpr(32 * WARPS)  # threads that load
     # Who holds what. Scores and answers: as tensor cores leave them, 16 rows a warp; rows of one are rows of the other.
     SCORES = tl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
     SCORE_ROWS = tl.constexpr(gl.SliceLayout(1, SCORES.value))
@@ -70,16 +71,16 @@ if gl is not None:
 
 
 def is_for(spec: AttentionSpec, view: KVView) -> bool:
-    """Whether the kernel computes a layer of `shares_tile`'s LATENT_TILE: its rows, scores that are products alone."""
+    """Whether it computes a layer of those with LATENT_TILE: one over LATENT_ROW, whose scores are products alone."""
     return (spec.qk_dim, spec.v_dim) == LATENT_ROW and plain_scores(spec, view)
 
 
 def serves(call: DecodeCall, target: Target) -> bool:
-    """Whether the kernel computes a call here: queries in the pool's dtype, and both in rows that can be copied."""
+    """Whether it computes a call here: queries in the pool's dtype, and both in rows that can be copied as they lie."""
     q, k = call.q, call.view.k
     if not (target.is_hopper and q.dtype == k.dtype and is_for(call.spec, call.view)):
         return False
-    return all(x.data_ptr() % STEP == 0 and all(n % STEP == 0 for n in x.stride()[:-1]) for x in (q, k))
+    return all(x.data_ptr() % ALIGNMENT == 0 and all(n % ALIGNMENT == 0 for n in x.stride()[:-1]) for x in (q, k))
 
 
 def latent_hopper_constants(
@@ -331,7 +332,7 @@ def _segment(segments_ptr, number):
 def _attend(
     SIDE: tl.constexpr,
     tiles,
-    numbers,
+    exchanged,
     signals,
     schedule,
     states,
@@ -349,8 +350,8 @@ def _attend(
     Both take the tiles in their order, and so fade alike: a tile's maximum is that of all before it, too.
     """
     q, q_rest, left, right, rest = tiles
-    maxima, sums = numbers
-    q_full, q_free, left_full, right_full, free, weighed, summed = signals
+    maxima, sums = exchanged
+    q_full, q_free, left_full, right_full, free, weighed, summed = signals  # `free`: of the half that is mine
     segments_ptr, programs_ptr, merge_indptr_ptr = schedule
     scale, v_scale = factors
     values = left if SIDE == 0 else right
@@ -512,8 +513,7 @@ def _answer(
     columns = SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, ANSWERS))
     rows = out_ptr + req * out_stride_token + head.to(gl.int64) * out_stride_head
     out = acc * (v_scale / safe)[:, None]
-    every = columns >= 0
-    gl.store(rows[:, None] + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=mine[:, None] & every[None, :])
+    gl.store(rows[:, None] + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=mine[:, None])
     if HAS_LSE and SIDE == 0:
         lse = lse_ptr + req * lse_stride_token + head.to(gl.int64) * lse_stride_head
         gl.store(lse, running_max + gl.log(safe), mask=mine)
@@ -524,8 +524,7 @@ def _leave(SIDE: tl.constexpr, acc, running_max, running_sum, states, state, min
     """Leave a side's half of softmax states, unnormalised, to be merged."""
     acc_ptr, max_ptr, sum_ptr = states
     columns = SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, ANSWERS))
-    every = columns >= 0
-    gl.store(acc_ptr + state[:, None] * (2 * HALF) + columns[None, :], acc, mask=mine[:, None] & every[None, :])
+    gl.store(acc_ptr + state[:, None] * (2 * HALF) + columns[None, :], acc, mask=mine[:, None])
     if SIDE == 0:
         gl.store(max_ptr + state, running_max, mask=mine)
         gl.store(sum_ptr + state, running_sum, mask=mine)

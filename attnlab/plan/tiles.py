@@ -36,9 +36,10 @@ def shares_tile(layers: Sequence[AttentionSpec], *, mla: bool, kv_dtype: torch.d
     """Return how many query heads a program of even shares packs, for layers that have one schedule; on a Hopper GPU.
 
     LATENT_TILE where each has more heads than fit HEAD_TILE, over latent rows in half precision of at most
-    MOST_LATENT_DIM columns, whose main ones, the highest power of two, are the values (512 of 576). Over LATENT_ROW
-    also where each has as many: there three quarters of a tile are empty, and its kernel is still the faster one. Not
-    under a modifier: what it needs of a multiprocessor is its own affair, and such a tile leaves nothing.
+    MOST_LATENT_DIM columns, whose main ones, the highest power of two, are the values (512 of 576). HEAD_TILE heads
+    suffice over LATENT_ROW without a cap or temperature: three quarters of a tile are empty then, and the kernel for
+    such rows is still the faster one. Not under a modifier: what it needs of a multiprocessor is its own affair, and
+    such a tile leaves nothing.
 
     >>> deepseek = AttentionSpec(heads=128, kv_heads=1, qk_dim=576, v_dim=512, scale=0.07)
     >>> shares_tile([deepseek], mla=True, kv_dtype=torch.bfloat16)
