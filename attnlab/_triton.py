@@ -96,11 +96,7 @@ def gluon_jit(function: Callable[..., Any]) -> Any:
 
 def source_class(kernel: Any) -> Any:
     """Return the class of the source that Triton compiles ahead of a launch: Gluon's kernels have one of their own."""
-    if not kernel.is_gluon():
-        return triton.compiler.ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource  # private: a launch gets by without it
-
-    return GluonASTSource
+    return gluon._runtime.GluonASTSource if kernel.is_gluon() else triton.compiler.ASTSource
 
 
 def is_jitted(function: object) -> bool:
