@@ -1,4 +1,4 @@
-"""The one place that imports Triton: `triton`, `tl`, `jit`, and what is wrong with them, if anything.
+"""The one place that imports Triton: `triton`, `tl`, `jit`, Gluon's `gl`, and what is wrong with them, if anything.
 
 Files that hold a torch half and a Triton half import from here, so that they also load where Triton has
 no wheel (macOS, Windows): there `jit` leaves a stand-in that raises when it is launched.
@@ -16,7 +16,11 @@ __all__ = [
     "PROBLEM",
     "TensorDescriptor",
     "device_clock",
+    "gl",
+    "gluon_jit",
+    "hopper",
     "is_jitted",
+    "source_class",
     "spilled",
     "jit",
     "multiprocessor",
@@ -53,6 +57,13 @@ else:
             f"them {wanted}; import attnlab first, or set TRITON_INTERPRET={int(INTERPRETED)} from the start"
         )
 
+if PROBLEM is None:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+else:  # it decorates the same helpers again, and refuses those that were decorated with another setting
+    gluon = gl = hopper = None
+
 
 class _CannotLaunch:
     """Stands where a kernel would be when Triton is missing."""
@@ -76,6 +87,16 @@ def jit(function: Callable[..., Any] | None = None, *, do_not_specialize: tuple[
     if triton is None:
         return _CannotLaunch(function)
     return triton.jit(function, do_not_specialize=list(do_not_specialize))
+
+
+def gluon_jit(function: Callable[..., Any]) -> Any:
+    """`gluon.jit`, or a stand-in that raises on launch where Triton has a PROBLEM. Gluon has no interpreter."""
+    return _CannotLaunch(function) if gluon is None else gluon.jit(function)
+
+
+def source_class(kernel: Any) -> Any:
+    """Return the class of the source that Triton compiles ahead of a launch: Gluon's kernels have one of their own."""
+    return gluon._runtime.GluonASTSource if kernel.is_gluon() else triton.compiler.ASTSource
 
 
 def is_jitted(function: object) -> bool:

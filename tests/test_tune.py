@@ -124,6 +124,22 @@ def test_on_hopper_extends_are_launched_by_the_kernel_that_serves_them(
     assert served == (new != 64 or work.mode == "unified")
 
 
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("decode-mla128-32x8k", ["decode_split"]),
+        ("decode-mla16-32x8k", ["decode_split"]),
+        ("decode-mla8-32x8k", ["decode_split", "decode_shares"]),
+        ("decode-mla40-32x8k-288", ["decode_split", "decode_latent"]),
+    ],
+)
+def test_on_hopper_latent_rows_of_deepseeks_columns_have_a_kernel_without_choices(
+    name: str, kernels: list[str]
+) -> None:
+    (work,) = chosen([name])
+    assert list(launched(work, H200)) == kernels
+
+
 def test_all_workloads_of_the_table_are_launched_by_a_row_of_every_kernel_that_may() -> None:
     for target in (H200, A100, Target(kind="hip")):
         made = tasks(tuning.shipped(), target, TABLE)

@@ -16,7 +16,16 @@ import torch
 
 from attnlab.bench.workloads import Workload
 from attnlab.checks import one_of
-from attnlab.kernels import decode, decode_latent, decode_shares, extend, extend_hopper, verify, verify_shares
+from attnlab.kernels import (
+    decode,
+    decode_latent,
+    decode_latent_hopper,
+    decode_shares,
+    extend,
+    extend_hopper,
+    verify,
+    verify_shares,
+)
 from attnlab.kernels.launch import padded
 from attnlab.kernels.target import Target
 from attnlab.kernels.tuning import using
@@ -142,8 +151,12 @@ def launched(work: Workload, target: Target) -> dict[str, Callable[[], object]]:
         packs = target.is_hopper or target.kind == INTERPRETER
         tile = shares_tile([spec], mla=work.mla, kv_dtype=work.kv_dtype) if packs else HEAD_TILE
         fp32 = dtypes["compute"] == torch.float32
-        split = {"decode_split": lambda: decode.SplitConfig.choose(spec, target, fp32=fp32)}
+        split: dict[str, Callable[[], object]] = {
+            "decode_split": lambda: decode.SplitConfig.choose(spec, target, fp32=fp32)
+        }
         if work.mla and tile == LARGE_TILE:
+            if target.is_hopper and decode_latent_hopper.is_for(spec, _latent_view(work)):
+                return split  # that kernel has one tile and one way to be launched: there is nothing to choose
             return {**split, "decode_latent": lambda: decode_latent.LatentConfig.choose(target)}
         how: dict[str, Any] = {**dtypes, "held": _held(work, target, tile), "head_tile": tile}
         name = "decode_groups" if tile == LARGE_TILE else "decode_shares"
@@ -177,6 +190,11 @@ def _held(work: Workload, target: Target, tile: int) -> int:
         kv_itemsize=work.kv_dtype.itemsize,
     )
     return target.held(Balanced().shares(ctx) * spec.kv_heads * head_tiles(spec.group, tile))
+
+
+def _latent_view(work: Workload) -> KVView:
+    k = torch.empty(2, work.attention.kv_heads, work.attention.qk_dim, dtype=work.kv_dtype, device="meta")
+    return KVView(k=k, v=k[..., : work.attention.v_dim], v_in_k=True)
 
 
 def _has_tiles(work: Workload) -> bool:

@@ -15,6 +15,8 @@ HEAD_TILE = 16
 """Query heads of one group that a program packs into a tile, the original's too; the tensor core's smallest side."""
 LARGE_TILE = 64
 """Query heads that a program of even shares packs where a group has more: the rows of a Hopper tensor core."""
+LATENT_ROW = (576, 512)
+"""Columns of keys and values of DeepSeek's latent rows, which have a kernel of their own on a Hopper GPU."""
 MOST_LATENT_DIM = 576
 """Columns of a latent row up to which 64 queries, two tiles of 64 rows and weights fit a Hopper multiprocessor."""
 FEWEST_COLUMNS = 33
@@ -38,8 +40,10 @@ def shares_tile(layers: Sequence[AttentionSpec], *, mla: bool, kv_dtype: torch.d
 
     The more it packs, the fewer programs load the same keys. LARGE_TILE where each layer has more heads than fit
     HEAD_TILE, over keys in half precision: of FEWEST_COLUMNS up to NARROW_DIM columns, or latent rows of at most
-    MOST_LATENT_DIM, whose main columns, the highest power of two, are the values (512 of 576). Not under a modifier:
-    what it needs of a multiprocessor is its own affair, and such a tile leaves little.
+    MOST_LATENT_DIM, whose main columns, the highest power of two, are the values (512 of 576). HEAD_TILE heads suffice
+    over LATENT_ROW without a cap or temperature: three quarters of a tile are empty then, and the kernel for such rows
+    is still the faster one. Not under a modifier: what it needs of a multiprocessor is its own affair, and such a tile
+    leaves little.
 
     >>> deepseek = AttentionSpec(heads=128, kv_heads=1, qk_dim=576, v_dim=512, scale=0.07)
     >>> shares_tile([deepseek], mla=True, kv_dtype=torch.bfloat16)
@@ -47,8 +51,13 @@ def shares_tile(layers: Sequence[AttentionSpec], *, mla: bool, kv_dtype: torch.d
     """
     half = kv_dtype in (torch.bfloat16, torch.float16)
     fits = _fits_over_latent_rows if mla else _fits
-    many = all(layer.group > HEAD_TILE and layer.mod is None and fits(layer) for layer in layers)
+    many = all(layer.group >= _fewest_heads(layer) and layer.mod is None and fits(layer) for layer in layers)
     return LARGE_TILE if half and many else HEAD_TILE
+
+
+def _fewest_heads(layer: AttentionSpec) -> int:
+    plain = layer.softcap is None and layer.temperature_len is None
+    return HEAD_TILE if (layer.qk_dim, layer.v_dim) == LATENT_ROW and plain else HEAD_TILE + 1
 
 
 def _fits(layer: AttentionSpec) -> bool:

@@ -9,7 +9,7 @@ from attnlab.inspect.resources.compiling import compile_variant as compile_varia
 from attnlab.inspect.resources.compiling import ptx as ptx
 from attnlab.inspect.resources.compiling import serialized as serialized
 from attnlab.inspect.resources.compiling import ttgir as ttgir
-from attnlab.inspect.resources.several_queries import FOR_HOPPER as FOR_HOPPER
+from attnlab.inspect.resources.shapes import FOR_HOPPER as FOR_HOPPER
 from attnlab.inspect.resources.shapes import GQA as GQA
 from attnlab.inspect.resources.shapes import MLA as MLA
 from attnlab.inspect.resources.shapes import TARGETS as TARGETS

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from attnlab.inspect.resources.compiling import Variant
-from attnlab.inspect.resources.shapes import Shape
-from attnlab.kernels import decode, decode_latent, decode_shares, scores
+from attnlab.inspect.resources.shapes import FOR_HOPPER, Shape
+from attnlab.kernels import decode, decode_latent, decode_latent_hopper, decode_shares, scores
 from attnlab.kernels.launch import merge_options, stored
 from attnlab.kernels.target import Target
 from attnlab.plan.tiles import HEAD_TILE
@@ -70,6 +70,20 @@ def latent_variant(shape: Shape, target: Target) -> Variant:
         name=f"latent: {shape.name}",
         kernel=decode_latent._decode_latent_kernel,
         pointers=shares.pointers,
+        constants={**constants, "TIMES": False, "times_ptr": None},
+        options=options,
+    )
+
+
+def latent_hopper_variant(shape: Shape, target: Target, *, keeps: bool = False) -> Variant:
+    """Return the same by groups of warps, which trade the registers that each thread begins with."""
+    constants, options = decode_latent_hopper.latent_hopper_constants(
+        spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype, has_lse=True, keeps=keeps
+    )
+    return Variant(
+        name=f"latent{FOR_HOPPER}{shape.name}" + ", states kept" * keeps,
+        kernel=decode_latent_hopper._decode_latent_hopper_kernel,
+        pointers=shares_variant(shape, target).pointers,
         constants={**constants, "TIMES": False, "times_ptr": None},
         options=options,
     )

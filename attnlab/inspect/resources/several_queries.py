@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 
 from attnlab.inspect.resources.compiling import Variant
-from attnlab.inspect.resources.shapes import Shape
+from attnlab.inspect.resources.shapes import FOR_HOPPER, Shape
 from attnlab.kernels import extend, extend_hopper, verify, verify_shares
 from attnlab.kernels.launch import stored
 from attnlab.kernels.target import Target
 
 NEW_ALONE = " of new keys alone"
 """Added to the names of variants whose mask leaves cached keys alone."""
-FOR_HOPPER = " for Hopper: "
-"""Between kind and shape of variants that are chosen, and compiled, for compute capability 9.0 alone."""
 
 
 def extend_variant(

@@ -18,6 +18,8 @@ TARGETS = {
     "sm_100": Target(kind="cuda", arch=100, multiprocessors=148),
     "gfx942": Target(kind="hip"),
 }
+FOR_HOPPER = " for Hopper: "
+"""Between kind and shape of variants that are chosen, and compiled, for compute capability 9.0 alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,17 +121,21 @@ SHARED = (
     GQA.name,
 )
 """Shapes whose decode and verify over even shares are compiled: their loops are those of the split kernels."""
+MLA_PAGES = replace(
+    MLA,
+    name="mla 128 x 576/512, fp16, pages of 64, sinks",
+    dtype=HALF,
+    kv_dtype=HALF,
+    page_size=64,
+    sinks=True,
+)
 LATENT = (
     MLA,
     replace(
-        MLA,
+        MLA_PAGES,
         name="mla 128 x 576/512, fp16, pages of 64, cap, temperature, sinks",
-        dtype=HALF,
-        kv_dtype=HALF,
-        page_size=64,
         softcap=30.0,
         temperature_len=1024,
-        sinks=True,
     ),
     Shape(name="mla 40 x 288/256 (MiniCPM3)", heads=40, kv_heads=1, qk_dim=288, v_dim=256, mla=True),
 )
