@@ -1,4 +1,4 @@
-"""The one place that imports Triton: `triton`, `tl`, `jit`, and what is wrong with them, if anything.
+"""The one place that imports Triton: `triton`, `tl`, `jit`, Gluon's `gl`, and what is wrong with them, if anything.
 
 Files that hold a torch half and a Triton half import from here, so that they also load where Triton has
 no wheel (macOS, Windows): there `jit` leaves a stand-in that raises when it is launched.
@@ -16,7 +16,11 @@ __all__ = [
     "PROBLEM",
     "TensorDescriptor",
     "device_clock",
+    "gl",
+    "gluon_jit",
+    "hopper",
     "is_jitted",
+    "source_class",
     "spilled",
     "jit",
     "multiprocessor",
@@ -32,6 +36,9 @@ if _boot.PROBLEM is not None:
 try:
     import triton
     import triton.language as tl
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
     from triton.language.extra.cuda import gdc_launch_dependents as release_dependents
     from triton.language.extra.cuda import gdc_wait as wait_for_earlier
     from triton.language.extra.cuda import globaltimer as device_clock
@@ -40,7 +47,7 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError as error:
     triton = tl = device_clock = multiprocessor = release_dependents = wait_for_earlier = None
-    TensorDescriptor = None
+    TensorDescriptor = gluon = gl = hopper = None
     PROBLEM: str | None = f"Triton cannot be imported here ({error}); it has wheels for Linux only"
 else:
     # Triton decorates its own helpers at import. They must have been decorated with our setting.
@@ -76,6 +83,22 @@ def jit(function: Callable[..., Any] | None = None, *, do_not_specialize: tuple[
     if triton is None:
         return _CannotLaunch(function)
     return triton.jit(function, do_not_specialize=list(do_not_specialize))
+
+
+def gluon_jit(function: Callable[..., Any]) -> Any:
+    """`gluon.jit`, or a stand-in that raises on launch where Triton is missing. Gluon has no interpreter."""
+    return _CannotLaunch(function) if gluon is None else gluon.jit(function)
+
+
+def source_class(kernel: Any) -> Any:
+    """Return the class of what Triton compiles of a kernel: Gluon's are another."""
+    if not kernel.is_gluon():
+        return triton.compiler.ASTSource
+    from triton.experimental.gluon._runtime import (
+        GluonASTSource,
+    )  # what compiles ahead of a launch needs it, and nobody else
+
+    return GluonASTSource
 
 
 def is_jitted(function: object) -> bool:

@@ -16,7 +16,16 @@ import torch
 
 from attnlab.bench.workloads import Workload
 from attnlab.checks import one_of
-from attnlab.kernels import decode, decode_latent, decode_shares, extend, extend_hopper, verify, verify_shares
+from attnlab.kernels import (
+    decode,
+    decode_latent,
+    decode_latent_hopper,
+    decode_shares,
+    extend,
+    extend_hopper,
+    verify,
+    verify_shares,
+)
 from attnlab.kernels.launch import padded
 from attnlab.kernels.target import Target
 from attnlab.kernels.tuning import using
@@ -142,6 +151,8 @@ def launched(work: Workload, target: Target) -> dict[str, Callable[[], object]]:
         fp32 = dtypes["compute"] == torch.float32
         split = {"decode_split": lambda: decode.SplitConfig.choose(spec, target, fp32=fp32)}
         if packs and tile == LATENT_TILE:
+            if target.is_hopper and decode_latent_hopper.is_for(spec, _latent_view(work)):
+                return split  # what this kernel is launched with is no choice
             return {**split, "decode_latent": lambda: decode_latent.LatentConfig.choose(target)}
         held = _held(work, target)
         return {**split, "decode_shares": lambda: decode_shares.SharesConfig.choose(spec, target, **dtypes, held=held)}
@@ -173,6 +184,11 @@ def _held(work: Workload, target: Target) -> int:
         kv_itemsize=work.kv_dtype.itemsize,
     )
     return target.held(Balanced().shares(ctx) * spec.kv_heads * head_tiles(spec.group))
+
+
+def _latent_view(work: Workload) -> KVView:
+    k = torch.empty(2, work.attention.kv_heads, work.attention.qk_dim, dtype=work.kv_dtype, device="meta")
+    return KVView(k=k, v=k[..., : work.attention.v_dim], v_in_k=True)
 
 
 def _has_tiles(work: Workload) -> bool:

@@ -31,6 +31,8 @@ def _random(count: int, low: int, high: int) -> tuple[int, ...]:
 BINARY = (-1, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7)
 """A tree of 16 drafts: each has two children, as far as they go."""
 GQA, MLA128, MLA16 = heads(), latent(128), latent(16)
+MLA40 = replace(latent(40), qk_dim=288, v_dim=256)
+"""MiniCPM3's: latent rows of other columns than DeepSeek's."""
 FP8 = torch.float8_e4m3fn
 
 MLA_TABLE: tuple[Workload, ...] = (
@@ -80,6 +82,8 @@ TABLE: tuple[Workload, ...] = (
     Workload(name="decode-256x4k-w128", mode="decode", cached=(4 * K,) * 256, attention=heads(64, 8, 64, window=128)),
     *MLA_TABLE[1:],
     *(replace(work, name=f"{work.name}-p64", page_size=64, quick=False) for work in MLA_TABLE),
+    Workload(name="decode-mla8-32x8k", mode="decode", cached=(8 * K,) * 32, attention=latent(8), mla=True),
+    Workload(name="decode-mla40-32x8k-288", mode="decode", cached=(8 * K,) * 32, attention=MLA40, mla=True),
     Workload(name="decode-mla16-128x4k", mode="decode", cached=(4 * K,) * 128, attention=MLA16, mla=True),
     Workload(name="verify-64x4+4k", mode="verify", cached=(4 * K,) * 64, new=4, attention=GQA),
     Workload(name="verify-64x8+4k", mode="verify", cached=(4 * K,) * 64, new=8, attention=GQA),

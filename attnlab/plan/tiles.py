@@ -15,6 +15,8 @@ HEAD_TILE = 16
 """Query heads of one group that a program packs into a tile, the original's too; the tensor core's smallest side."""
 LATENT_TILE = 64
 """Query heads that a program of even shares packs where they read latent rows: the rows of a Hopper tensor core."""
+LATENT_ROW = (576, 512)
+"""Columns of keys and values of DeepSeek's latent rows, which have a kernel of their own on a Hopper GPU."""
 MOST_LATENT_DIM = 576
 """Columns of a latent row up to which 64 queries, two tiles of 64 rows and weights fit a Hopper multiprocessor."""
 NARROW_DIM = 128
@@ -34,8 +36,9 @@ def shares_tile(layers: Sequence[AttentionSpec], *, mla: bool, kv_dtype: torch.d
     """Return how many query heads a program of even shares packs, for layers that have one schedule; on a Hopper GPU.
 
     LATENT_TILE where each has more heads than fit HEAD_TILE, over latent rows in half precision of at most
-    MOST_LATENT_DIM columns, whose main ones, the highest power of two, are the values (512 of 576). Not under a
-    modifier: what it needs of a multiprocessor is its own affair, and such a tile leaves nothing.
+    MOST_LATENT_DIM columns, whose main ones, the highest power of two, are the values (512 of 576). Over LATENT_ROW
+    also where each has as many: there three quarters of a tile are empty, and its kernel is still the faster one. Not
+    under a modifier: what it needs of a multiprocessor is its own affair, and such a tile leaves nothing.
 
     >>> deepseek = AttentionSpec(heads=128, kv_heads=1, qk_dim=576, v_dim=512, scale=0.07)
     >>> shares_tile([deepseek], mla=True, kv_dtype=torch.bfloat16)
@@ -48,7 +51,9 @@ def shares_tile(layers: Sequence[AttentionSpec], *, mla: bool, kv_dtype: torch.d
 
 def _many_over_latent_rows(layer: AttentionSpec) -> bool:
     main, rest = layer.v_dim, layer.qk_dim - layer.v_dim
-    many = layer.group > HEAD_TILE and layer.mod is None and layer.qk_dim <= MOST_LATENT_DIM
+    plain = layer.softcap is None and layer.temperature_len is None
+    least = HEAD_TILE if (layer.qk_dim, layer.v_dim) == LATENT_ROW and plain else HEAD_TILE + 1
+    many = layer.group >= least and layer.mod is None and layer.qk_dim <= MOST_LATENT_DIM
     powers_of_two = all(x & (x - 1) == 0 for x in (main, rest))
     # ptxas 12.8 gets products wrong whose values have fewer columns than a tile has keys, 64 here.
     return many and powers_of_two and HEAD_TILE <= rest < main and main >= LATENT_TILE

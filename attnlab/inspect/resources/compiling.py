@@ -99,7 +99,7 @@ def _source(variant: Variant) -> Any:
     names = variant.kernel.arg_names
     signature = {name: _argument_type(name, variant) for name in names}
     aligned = [n for n in names if n.endswith("_ptr") or "_stride_" in n and "aux" not in n]
-    return _triton.triton.compiler.ASTSource(
+    return _triton.source_class(variant.kernel)(
         fn=variant.kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in variant.constants.items()},

@@ -6,7 +6,7 @@ import torch
 
 from attnlab.inspect.resources.compiling import Variant
 from attnlab.inspect.resources.shapes import Shape
-from attnlab.kernels import decode, decode_latent, decode_shares, scores
+from attnlab.kernels import decode, decode_latent, decode_latent_hopper, decode_shares, scores
 from attnlab.kernels.launch import merge_options, stored
 from attnlab.kernels.target import Target
 
@@ -62,6 +62,20 @@ def latent_variant(shape: Shape, target: Target) -> Variant:
         name=f"latent: {shape.name}",
         kernel=decode_latent._decode_latent_kernel,
         pointers=shares.pointers,
+        constants={**constants, "TIMES": False, "times_ptr": None},
+        options=options,
+    )
+
+
+def latent_hopper_variant(shape: Shape, target: Target, *, keeps: bool = False) -> Variant:
+    """Return the same as groups of warps compute it, as its launcher would compile it."""
+    constants, options = decode_latent_hopper.latent_hopper_constants(
+        spec=shape.spec(), view=shape.view(), target=target, q_dtype=shape.dtype, has_lse=True, keeps=keeps
+    )
+    return Variant(
+        name=f"latent for Hopper: {shape.name}" + ", states kept" * keeps,
+        kernel=decode_latent_hopper._decode_latent_hopper_kernel,
+        pointers=shares_variant(shape, target).pointers,
         constants={**constants, "TIMES": False, "times_ptr": None},
         options=options,
     )

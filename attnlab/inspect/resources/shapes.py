@@ -118,17 +118,21 @@ SHARED = (
     GQA.name,
 )
 """Shapes whose decode and verify over even shares are compiled: their loops are those of the split kernels."""
+MLA_PAGES = replace(
+    MLA,
+    name="mla 128 x 576/512, fp16, pages of 64, sinks",
+    dtype=HALF,
+    kv_dtype=HALF,
+    page_size=64,
+    sinks=True,
+)
 LATENT = (
     MLA,
     replace(
-        MLA,
+        MLA_PAGES,
         name="mla 128 x 576/512, fp16, pages of 64, cap, temperature, sinks",
-        dtype=HALF,
-        kv_dtype=HALF,
-        page_size=64,
         softcap=30.0,
         temperature_len=1024,
-        sinks=True,
     ),
     Shape(name="mla 40 x 288/256 (MiniCPM3)", heads=40, kv_heads=1, qk_dim=288, v_dim=256, mla=True),
 )

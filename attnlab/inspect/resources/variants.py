@@ -8,6 +8,7 @@ import torch
 
 from attnlab.inspect.resources.compiling import Variant
 from attnlab.inspect.resources.one_query import (
+    latent_hopper_variant,
     latent_variant,
     merge_variant,
     scores_variant,
@@ -29,6 +30,7 @@ from attnlab.inspect.resources.shapes import (
     MERGED,
     MHA,
     MLA,
+    MLA_PAGES,
     SHAPES,
     SHARED,
     SHORT,
@@ -59,6 +61,9 @@ def variants(target: Target) -> Iterator[Variant]:
         yield shares_variant(GQA, target, keeps=True)
         for shape in LATENT:
             yield latent_variant(shape, target)
+        for shape in (MLA, MLA_PAGES):
+            yield latent_hopper_variant(shape, target)
+        yield latent_hopper_variant(MLA, target, keeps=True)
     for ranges in (1, 66):
         yield merge_variant(MLA, target, shared_ranges=ranges)
     for shape in (GQA, MHA, MLA):
