@@ -36,9 +36,6 @@ if _boot.PROBLEM is not None:
 try:
     import triton
     import triton.language as tl
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
     from triton.language.extra.cuda import gdc_launch_dependents as release_dependents
     from triton.language.extra.cuda import gdc_wait as wait_for_earlier
     from triton.language.extra.cuda import globaltimer as device_clock
@@ -47,7 +44,7 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError as error:
     triton = tl = device_clock = multiprocessor = release_dependents = wait_for_earlier = None
-    TensorDescriptor = gluon = gl = hopper = None
+    TensorDescriptor = None
     PROBLEM: str | None = f"Triton cannot be imported here ({error}); it has wheels for Linux only"
 else:
     # Triton decorates its own helpers at import. They must have been decorated with our setting.
@@ -59,6 +56,13 @@ else:
             f"triton was imported before attnlab and is set up for {was} kernels, but this process wants "
             f"them {wanted}; import attnlab first, or set TRITON_INTERPRET={int(INTERPRETED)} from the start"
         )
+
+if PROBLEM is None:  # Gluon does not load over helpers that are set up for something else
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+else:
+    gluon = gl = hopper = None
 
 
 class _CannotLaunch:
