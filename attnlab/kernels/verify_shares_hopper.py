@@ -1,10 +1,13 @@
 """Verify over even shares by two groups of warps: one loads, through segment after segment, the other attends.
 
 The variant of `verify_shares.py` for Hopper GPUs: the same partials and whole answers, for the same merge. There a
-program loads as far ahead as its loop goes, and begins anew at every segment, and for the drafts behind it. Here, in
-Gluon, a group of warps of its own fills a ring of tiles with keys and values, whichever segment they belong to, and
-drafts, where they are attended to on the spot, are one more tile. Tensor cores take tiles of 64 rows; fewer are padded,
-as all of them wait for memory anyway.
+program loads as far ahead as its loop over a segment's keys goes, and begins anew at every segment, and for the drafts
+behind it. Here, in Gluon, a group of warps of its own fills a ring of tiles with keys and values, whichever segment
+they belong to, and drafts, where they are attended to on the spot, are one more tile. Tensor cores take tiles of 64
+rows; fewer are padded, as all of them wait for memory anyway.
+
+Both groups walk the same segments and count places of the ring alike. They meet at barriers in shared memory
+(mbarriers), of which each says one thing: a tile is full, or it is free.
 Gluon has no interpreter; on a CPU, and for all that this kernel leaves out, `verify_shares.py` computes the same.
 Source of the method: as `verify_shares.py`; producers and consumers as in FlashAttention-3 (Shah et al., 2024).
 """
@@ -13,9 +16,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from attnlab._triton import gl, gluon_jit, hopper, release_dependents, tl, wait_for_earlier
 from attnlab.kernels.core import LN_2, LOG2_E
-from attnlab.kernels.decode_latent_hopper import STEP, WARPS, _finite_or_zero, _segment
+from attnlab.kernels.groups import (
+    COPY_COLUMNS,
+    COPY_ROWS,
+    COPYING,
+    HALVES,
+    TILE,
+    WARPS,
+    can_copy,
+    finite_or_zero,
+    join_sink,
+    load_segment,
+    slot_offsets,
+    store_states,
+    write_rows,
+)
 from attnlab.kernels.launch import early_launch, narrow, plain_scores
 from attnlab.kernels.launcher import Launcher
 from attnlab.kernels.target import Target
@@ -28,24 +47,26 @@ KEYS = {64: 128, 128: 64}
 MOST_ROWS = 64
 """(Draft, head) pairs of a request: one tile of rows, and so no more drafts than a tile has keys."""
 STAGES = 5
-"""Tiles of keys and of values in the ring, 160 KB; two tiles of queries beside it take 32."""
+"""Tiles of keys and of values in the ring, 160 KB; two tiles of queries beside it take up to 32."""
 
 if gl is not None:
-    ROWS_A_TILE = tl.constexpr(64)
-    COPYING = tl.constexpr(32 * WARPS)
+    ROWS_A_TILE = tl.constexpr(MOST_ROWS)
+    # Warps of the group that loads, and a thread's registers there; those that attend have what is left.
     OTHER_WARPS = tl.constexpr([WARPS])
     OTHER_REGISTERS = tl.constexpr([80])
-    COPIES = tl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-    COPY_ROWS = tl.constexpr(gl.SliceLayout(1, COPIES.value))
-    COPY_COLUMNS = tl.constexpr(gl.SliceLayout(0, COPIES.value))
-    TILE = tl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
 
-def is_for(spec: AttentionSpec, view: KVView) -> bool:
-    """Whether the kernel computes a layer: scores that are products alone, all of them seen, keys scaled as drafts."""
+def is_for(spec: AttentionSpec, view: KVView, *, q_dtype: torch.dtype, rows: int) -> bool:
+    """Whether the kernel computes a layer's verify of so many (draft, head) pairs a request, wherever tensors lie.
+
+    Scores are products alone, all cached keys are seen, and scaled as drafts are; one half precision throughout.
+    """
     return (
-        spec.qk_dim == spec.v_dim
+        rows <= MOST_ROWS
+        and spec.qk_dim == spec.v_dim
         and spec.qk_dim in KEYS
+        and q_dtype == view.k.dtype
+        and q_dtype in HALVES
         and not view.v_in_k
         and not spec.sight.partial
         and plain_scores(spec, view)
@@ -54,16 +75,12 @@ def is_for(spec: AttentionSpec, view: KVView) -> bool:
 
 
 def serves(call: VerifyCall, target: Target) -> bool:
-    """Whether the kernel computes a call here: one dtype throughout, in rows that can be copied 16 bytes at a time."""
-    if not target.is_hopper or call.k is None or call.v is None or call.queries.cached_masked:
+    """Whether the kernel computes a call here: as `is_for` says, no mask over cached keys, rows that can be copied."""
+    spec, view, queries = call.spec, call.view, call.queries
+    if not target.is_hopper or call.k is None or call.v is None or queries.cached_masked:
         return False
-    if call.queries.most * call.spec.group > MOST_ROWS or not is_for(call.spec, call.view):
-        return False
-    copied = (call.q, call.k, call.v, call.view.k, call.view.v)
-    dtypes = {x.dtype for x in copied}
-    return len(dtypes) == 1 and all(
-        x.data_ptr() % STEP == 0 and all(n % STEP == 0 for n in x.stride()[:-1]) for x in copied
-    )
+    rows = queries.most * spec.group
+    return is_for(spec, view, q_dtype=call.q.dtype, rows=rows) and can_copy(call.q, call.k, call.v, view.k, view.v)
 
 
 def verify_shares_hopper_constants(
@@ -146,11 +163,13 @@ def _verify_shares_hopper_kernel(
     # What the kernel before reads or writes is not touched before it has ended.
     if PDL:
         wait_for_earlier()
-    # 1. Room, and barriers: how often each is signalled until those who wait go on, by every thread that copies or once.
+    # 1. Room: queries of this segment and the next, and the ring.
     ELEMENT: tl.constexpr = q_ptr.dtype.element_ty
     q = gl.allocate_shared_memory(ELEMENT, [2, ROWS_A_TILE, DIM], TILE)
     k = gl.allocate_shared_memory(ELEMENT, [STAGES, KEYS, DIM], TILE)
     v = gl.allocate_shared_memory(ELEMENT, [STAGES, KEYS, DIM], TILE)
+
+    # 2. Barriers, and how often each is signalled until those who wait go on: by every thread that copies, or once.
     BARRIER: tl.constexpr = hopper.mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     q_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -167,17 +186,21 @@ def _verify_shares_hopper_kernel(
         hopper.mbarrier.init(v_full.index(b), count=COPYING)
         hopper.mbarrier.init(v_free.index(b), count=1)
 
-    # 2. Each group its own way.
+    # 3. Each group its own way. Tuples of numbers are written where they are given: a named one forgets constants.
+    queries = (q, q_full, q_free)
+    ring = (k, k_full, k_free, v, v_full, v_free)
+    schedule = (segments_ptr, programs_ptr, merge_indptr_ptr, q_indptr_ptr)
     gl.warp_specialize(
         [
             (
                 _attend,
                 (
-                    (q, k, v),
-                    (q_full, q_free, k_full, k_free, v_full, v_free),
-                    (segments_ptr, programs_ptr, merge_indptr_ptr, q_indptr_ptr),
+                    queries,
+                    ring,
+                    schedule,
                     (indptr_ptr, start_ptr, bits_ptr, mask_indptr_ptr, num_bits),
-                    (acc_ptr, max_ptr, sum_ptr, rows),
+                    (acc_ptr, max_ptr, sum_ptr),
+                    rows,
                     (sinks_ptr, out_ptr, lse_ptr),
                     (out_stride_token, out_stride_head, lse_stride_token, lse_stride_head),
                     scale,
@@ -196,9 +219,9 @@ def _verify_shares_hopper_kernel(
             (
                 _load,
                 (
-                    (q, k, v),
-                    (q_full, q_free, k_full, k_free, v_full, v_free),
-                    (segments_ptr, programs_ptr, merge_indptr_ptr, q_indptr_ptr),
+                    queries,
+                    ring,
+                    schedule,
                     (q_ptr, k_ptr, v_ptr, k_new_ptr, v_new_ptr, slots_ptr, indptr_ptr),
                     (q_stride_token, q_stride_head),
                     (k_stride_page, k_stride_slot, k_stride_head),
@@ -223,12 +246,12 @@ def _verify_shares_hopper_kernel(
 
 @gluon_jit
 def _work(schedule, number, KV_HEADS: tl.constexpr):
-    """A segment, both groups' idea of it: whose it is, how far it goes, how many drafts ask, whether they are answered.
+    """A segment as both groups see it: whose it is, how far it goes, how many drafts ask, whether it answers them.
 
-    A request without drafts has nobody to read its keys for.
+    A request without drafts has nobody to read its keys for: no tile of it is loaded, and none attended to.
     """
-    segments_ptr, programs_ptr, merge_indptr_ptr, q_indptr_ptr = schedule
-    req, kv_head, first, last, partial = _segment(segments_ptr, number)
+    segments_ptr, _, merge_indptr_ptr, q_indptr_ptr = schedule
+    req, kv_head, first, last, partial = load_segment(segments_ptr, number)
     first_token = gl.load(q_indptr_ptr + req).to(gl.int64)
     drafts = (gl.load(q_indptr_ptr + req + 1) - first_token).to(gl.int32)
     owner = merge_indptr_ptr + req * KV_HEADS + kv_head
@@ -238,9 +261,16 @@ def _work(schedule, number, KV_HEADS: tl.constexpr):
 
 
 @gluon_jit
+def _after(stage, phase, STAGES: tl.constexpr):
+    """The next place of the ring, and the phase of its barriers: another one each time around."""
+    around = stage == STAGES - 1
+    return gl.where(around, 0, stage + 1), gl.where(around, phase ^ 1, phase)
+
+
+@gluon_jit
 def _load(
-    tiles,
-    signals,
+    queries,
+    ring,
     schedule,
     read,
     q_strides,
@@ -256,20 +286,21 @@ def _load(
     NARROW: tl.constexpr,
 ):
     """The group that loads: queries of each segment, its keys and values, and drafts behind them."""
-    q, k, v = tiles
-    q_full, q_free, k_full, k_free, v_full, v_free = signals
+    q, q_full, q_free = queries
     q_ptr, k_ptr, v_ptr, k_new_ptr, v_new_ptr, slots_ptr, indptr_ptr = read
     row = gl.arange(0, ROWS_A_TILE, layout=COPY_ROWS)
     columns = gl.arange(0, DIM, layout=COPY_COLUMNS)
-    every = columns >= 0
+    every = columns >= 0  # all of them, so that the mask has a tile's shape
     first_number = gl.load(schedule[1] + gl.program_id(0))
     number = first_number
     end = gl.load(schedule[1] + gl.program_id(0) + 1)
     stage = 0
-    phase = 1
+    phase = 1  # a place that was never used is free
     while number < end:
         req, kv_head, first, last, _, first_token, drafts, alone = _work(schedule, number, KV_HEADS)
         kv_head = kv_head.to(gl.int64)
+        # Slots are asked for before the queries, and then a tile ahead: rows cannot be before they are here. Behind the
+        # segment's last entry comes that one again, with weight 0: its row is as finite as it was.
         list_ptr = slots_ptr + gl.load(indptr_ptr + req)
         entry = first + gl.arange(0, KEYS, layout=COPY_ROWS)
         slots = gl.load(list_ptr + gl.maximum(gl.minimum(entry, last - 1), first))
@@ -282,34 +313,26 @@ def _load(
         for _at in range(first, last, KEYS):
             if NARROW:
                 slots = slots.to(gl.int32)
-            k_rows = k_ptr + kv_head * k_strides[2] + _offsets(slots, k_strides, PAGE_SIZE)
-            v_rows = v_ptr + kv_head * v_strides[2] + _offsets(slots, v_strides, PAGE_SIZE)
-            # Behind the segment's last row comes that row again, with weight 0: it is as finite as it was.
+            k_rows = k_ptr + kv_head * k_strides[2] + slot_offsets(slots, k_strides, PAGE_SIZE)
+            v_rows = v_ptr + kv_head * v_strides[2] + slot_offsets(slots, v_strides, PAGE_SIZE)
             entry += KEYS
             slots = gl.load(list_ptr + gl.minimum(entry, last - 1))
-            stage, phase = _fill(k_rows, v_rows, k, v, k_full, k_free, v_full, v_free, stage, phase, DIM, STAGES)
+            _fill(k_rows, v_rows, ring, stage, phase, DIM)
+            stage, phase = _after(stage, phase, STAGES)
         if alone:
             token = first_token + gl.minimum(gl.arange(0, KEYS, layout=COPY_ROWS), drafts - 1)
             k_rows = k_new_ptr + token * new_strides[0] + kv_head * new_strides[1]
             v_rows = v_new_ptr + token * new_strides[2] + kv_head * new_strides[3]
-            stage, phase = _fill(k_rows, v_rows, k, v, k_full, k_free, v_full, v_free, stage, phase, DIM, STAGES)
+            _fill(k_rows, v_rows, ring, stage, phase, DIM)
+            stage, phase = _after(stage, phase, STAGES)
         number += 1
     hopper.async_copy.wait_group(0)  # nothing is on its way when the program ends
 
 
 @gluon_jit
-def _offsets(slots, strides, PAGE_SIZE: tl.constexpr):
-    """Where slots begin, in elements."""
-    if PAGE_SIZE == 1:
-        offsets = slots * strides[1]
-    else:
-        offsets = (slots // PAGE_SIZE) * strides[0] + (slots % PAGE_SIZE) * strides[1]
-    return offsets
-
-
-@gluon_jit
-def _fill(k_rows, v_rows, k, v, k_full, k_free, v_full, v_free, stage, phase, DIM: tl.constexpr, STAGES: tl.constexpr):
-    """Begin to copy a tile of keys and of values, each as soon as its place is free; the next place."""
+def _fill(k_rows, v_rows, ring, stage, phase, DIM: tl.constexpr):
+    """Begin to copy a tile of keys and of values to a place of the ring, each as soon as it is free there."""
+    k, k_full, k_free, v, v_full, v_free = ring
     columns = gl.arange(0, DIM, layout=COPY_COLUMNS)
     hopper.mbarrier.wait(k_free.index(stage), phase)
     hopper.async_copy.async_copy_global_to_shared(k.index(stage), k_rows[:, None] + columns[None, :])
@@ -317,23 +340,16 @@ def _fill(k_rows, v_rows, k, v, k_full, k_free, v_full, v_free, stage, phase, DI
     hopper.mbarrier.wait(v_free.index(stage), phase)
     hopper.async_copy.async_copy_global_to_shared(v.index(stage), v_rows[:, None] + columns[None, :])
     hopper.async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
-    return _after(stage, phase, STAGES)
-
-
-@gluon_jit
-def _after(stage, phase, STAGES: tl.constexpr):
-    """The next place of the ring, and the phase of its barriers: another one each time around."""
-    around = stage == STAGES - 1
-    return gl.where(around, 0, stage + 1), gl.where(around, phase ^ 1, phase)
 
 
 @gluon_jit
 def _attend(
-    tiles,
-    signals,
+    queries,
+    ring,
     schedule,
     masks,
     states,
+    rows,
     written,
     strides,
     scale,
@@ -349,17 +365,17 @@ def _attend(
     KEEPS: tl.constexpr,
 ):
     """The group that attends: to each tile in its turn, and then to the drafts, where nobody else reads the request."""
+    # Who holds what: scores and answers as tensor cores leave them, 16 rows a warp.
     SCORES: tl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     ANSWERS: tl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DIM, 16])
     SCORE_ROWS: tl.constexpr = gl.SliceLayout(1, SCORES)
     SCORE_KEYS: tl.constexpr = gl.SliceLayout(0, SCORES)
     ROWS: tl.constexpr = gl.SliceLayout(1, ANSWERS)
-    q, k, v = tiles
-    q_full, q_free, k_full, k_free, v_full, v_free = signals
-    indptr_ptr, start_ptr, bits_ptr, mask_indptr_ptr, num_bits = masks
-    acc_ptr, max_ptr, sum_ptr, rows = states
+    q, q_full, q_free = queries
     sinks_ptr, out_ptr, lse_ptr = written
     out_stride_token, out_stride_head, lse_stride_token, lse_stride_head = strides
+    row = gl.arange(0, ROWS_A_TILE, layout=ROWS)
+    columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, ANSWERS))
     first_number = gl.load(schedule[1] + gl.program_id(0))
     number = first_number
     end = gl.load(schedule[1] + gl.program_id(0) + 1)
@@ -376,63 +392,19 @@ def _attend(
         for at in range(first, last, KEYS):
             seen = (at + gl.arange(0, KEYS, layout=SCORE_KEYS) < last)[None, :]
             running_max, running_sum, acc = _step(
-                q.index(turn),
-                k,
-                v,
-                k_full,
-                k_free,
-                v_full,
-                v_free,
-                stage,
-                phase,
-                seen,
-                running_max,
-                running_sum,
-                acc,
-                factor,
-                KEYS,
-                DIM,
+                q.index(turn), ring, stage, phase, seen, running_max, running_sum, acc, factor, KEYS, SCORES, ANSWERS
             )
             stage, phase = _after(stage, phase, STAGES)
-        row = gl.arange(0, ROWS_A_TILE, layout=ROWS)
         mine = row // GROUP < drafts
-        columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, ANSWERS))
-        every = columns >= 0
-        cells = mine[:, None] & every[None, :]
         if KEEPS or not alone:
-            # Unnormalised, to be merged; recordings want it in any case.
-            state = partial * rows + row
-            gl.store(acc_ptr + state[:, None] * DIM + columns[None, :], acc, mask=cells)
-            gl.store(max_ptr + state, gl.convert_layout(running_max, ROWS) * LN_2, mask=mine)
-            gl.store(sum_ptr + state, gl.convert_layout(running_sum, ROWS), mask=mine)
+            # To be merged; recordings want them in any case.
+            natural_max = gl.convert_layout(running_max, ROWS) * LN_2
+            kept_sum = gl.convert_layout(running_sum, ROWS)
+            store_states(natural_max, kept_sum, acc, states, partial * rows + row, columns, mine, DIM, True)
         if alone:
-            number_q = gl.arange(0, ROWS_A_TILE, layout=SCORE_ROWS) // GROUP
-            number_k = gl.arange(0, KEYS, layout=SCORE_KEYS)
-            seen = (number_q < drafts)[:, None] & (number_k < drafts)[None, :]
-            if NEW_MASK:
-                cached = gl.load(start_ptr + req) + gl.load(indptr_ptr + req + 1) - gl.load(indptr_ptr + req)
-                line = gl.load(mask_indptr_ptr + req) + number_q.to(gl.int64) * (cached + drafts)
-                bit = line[:, None] + (cached + number_k)[None, :]
-                seen = seen & (gl.load(bits_ptr + bit, mask=seen & (bit < num_bits), other=0) != 0)
-            elif CAUSAL:
-                seen = seen & (number_k[None, :] <= number_q[:, None])
+            seen = _seen_drafts(req, drafts, masks, GROUP, KEYS, CAUSAL, NEW_MASK, SCORE_ROWS, SCORE_KEYS)
             running_max, running_sum, acc = _step(
-                q.index(turn),
-                k,
-                v,
-                k_full,
-                k_free,
-                v_full,
-                v_free,
-                stage,
-                phase,
-                seen,
-                running_max,
-                running_sum,
-                acc,
-                factor,
-                KEYS,
-                DIM,
+                q.index(turn), ring, stage, phase, seen, running_max, running_sum, acc, factor, KEYS, SCORES, ANSWERS
             )
             stage, phase = _after(stage, phase, STAGES)
             whole_max = gl.convert_layout(running_max, ROWS) * LN_2
@@ -441,33 +413,47 @@ def _attend(
             token = first_token + row // GROUP
             if HAS_SINKS:
                 sink = gl.load(sinks_ptr + head, mask=mine, other=0.0).to(gl.float32)
-                new_max = gl.maximum(whole_max, sink)
-                shift = _finite_or_zero(new_max)
-                endless = sink == float("inf")  # takes everything: exp(inf - inf) would be NaN
-                fade = gl.where(endless, 0.0, gl.exp(whole_max - shift))
-                whole_sum = whole_sum * fade + gl.where(endless, 1.0, gl.exp(sink - shift))
-                whole_max = new_max
+                whole_max, whole_sum, fade = join_sink(whole_max, whole_sum, sink)
                 acc = acc * fade[:, None]
-            safe = gl.where(whole_sum == 0.0, 1.0, whole_sum)
-            out = out_ptr + token * out_stride_token + head.to(gl.int64) * out_stride_head
-            answer = acc * (1.0 / safe)[:, None]
-            gl.store(out[:, None] + columns[None, :], answer.to(out_ptr.dtype.element_ty), mask=cells)
-            if HAS_LSE:
-                lse = lse_ptr + token * lse_stride_token + head.to(gl.int64) * lse_stride_head
-                gl.store(lse, whole_max + gl.log(safe), mask=mine)
+            out_rows = out_ptr + token * out_stride_token + head.to(gl.int64) * out_stride_head
+            lse_rows = lse_ptr + token * lse_stride_token + head.to(gl.int64) * lse_stride_head
+            write_rows(whole_max, whole_sum, acc, 1.0, out_rows, lse_rows, columns, mine, HAS_LSE)
         hopper.mbarrier.arrive(q_free.index(turn), count=1)
         number += 1
 
 
 @gluon_jit
+def _seen_drafts(
+    req,
+    drafts,
+    masks,
+    GROUP: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NEW_MASK: tl.constexpr,
+    SCORE_ROWS: tl.constexpr,
+    SCORE_KEYS: tl.constexpr,
+):
+    """[rows, keys]: which drafts of a request see which, by its mask or by causality."""
+    indptr_ptr, start_ptr, bits_ptr, mask_indptr_ptr, num_bits = masks
+    q_number = gl.arange(0, ROWS_A_TILE, layout=SCORE_ROWS) // GROUP
+    k_number = gl.arange(0, KEYS, layout=SCORE_KEYS)
+    seen = (q_number < drafts)[:, None] & (k_number < drafts)[None, :]
+    if NEW_MASK:
+        cached = gl.load(start_ptr + req) + gl.load(indptr_ptr + req + 1) - gl.load(indptr_ptr + req)
+        line = gl.load(mask_indptr_ptr + req) + q_number.to(gl.int64) * (cached + drafts)
+        bit = line[:, None] + (cached + k_number)[None, :]
+        # Where only the device knows the lengths nobody could check the mask's size: what it lacks is hidden.
+        seen = seen & (gl.load(bits_ptr + bit, mask=seen & (bit < num_bits), other=0) != 0)
+    elif CAUSAL:
+        seen = seen & (k_number[None, :] <= q_number[:, None])
+    return seen
+
+
+@gluon_jit
 def _step(
     q,
-    k,
-    v,
-    k_full,
-    k_free,
-    v_full,
-    v_free,
+    ring,
     stage,
     phase,
     seen,
@@ -476,11 +462,11 @@ def _step(
     acc,
     factor,
     KEYS: tl.constexpr,
-    DIM: tl.constexpr,
+    SCORES: tl.constexpr,
+    ANSWERS: tl.constexpr,
 ):
-    """The softmax state after the ring's next tile."""
-    SCORES: tl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
-    ANSWERS: tl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DIM, 16])
+    """The softmax state, of base 2, after the ring's next tile."""
+    k, k_full, k_free, v, v_full, v_free = ring
     hopper.mbarrier.wait(k_full.index(stage), phase)
     hopper.fence_async_shared()  # what others copied is seen by tensor cores, too
     products = gl.zeros([ROWS_A_TILE, KEYS], gl.float32, SCORES)
@@ -489,7 +475,7 @@ def _step(
     hopper.mbarrier.arrive(k_free.index(stage), count=1)
     products = gl.where(seen, products, float("-inf"))
     new_max = gl.maximum(running_max, gl.max(products, 1) * factor)
-    shift = _finite_or_zero(new_max)
+    shift = finite_or_zero(new_max)
     p = gl.exp2(products * factor - shift[:, None])
     fade = gl.exp2(running_max - shift)
     running_sum = running_sum * fade + gl.sum(p, 1)
