@@ -121,7 +121,8 @@ from attnlab.inspect import resources
 words = ("fma.rn.f32", "mul.f32", "add.f32", "sub.f32", "max.f32", "ex2.approx")
 for variant in resources.variants(resources.TARGETS["sm_90"]):
     one_pass = variant.name.startswith("extend in one pass" + resources.FOR_HOPPER)
-    if one_pass or "Hopper: gqa 4 x 128, window" in variant.name or "Hopper: gqa 4 x 128 (Llama-3)" in variant.name:
+    more = ("extend for Hopper: gqa 4 x 128, window", "extend for Hopper: gqa 4 x 128 (Llama-3)")
+    if one_pass or variant.name.startswith(more):
         lines = resources.ptx(variant).splitlines()
         scores = [i for i, line in enumerate(lines) if "wgmma.mma_async" in line and "m64n64" in line]
         values = [i for i, line in enumerate(lines) if "wgmma.mma_async" in line and "m64n128" in line]
