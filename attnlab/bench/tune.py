@@ -25,6 +25,7 @@ from attnlab.kernels import (
     extend_hopper,
     verify,
     verify_shares,
+    verify_shares_hopper,
 )
 from attnlab.kernels.launch import padded
 from attnlab.kernels.target import Target
@@ -149,21 +150,24 @@ def launched(work: Workload, target: Target) -> dict[str, Callable[[], object]]:
         packs = target.is_hopper or target.kind == INTERPRETER
         tile = shares_tile([spec], mla=work.mla, kv_dtype=work.kv_dtype)
         fp32 = dtypes["compute"] == torch.float32
-        split = {"decode_split": lambda: decode.SplitConfig.choose(spec, target, fp32=fp32)}
+        split: dict[str, Callable[[], object]] = {
+            "decode_split": lambda: decode.SplitConfig.choose(spec, target, fp32=fp32)
+        }
         if packs and tile == LATENT_TILE:
-            if target.is_hopper and decode_latent_hopper.is_for(spec, _latent_view(work)):
+            if target.is_hopper and decode_latent_hopper.is_for(spec, _view(work)):
                 return split  # what this kernel is launched with is no choice
             return {**split, "decode_latent": lambda: decode_latent.LatentConfig.choose(target)}
         held = _held(work, target)
         return {**split, "decode_shares": lambda: decode_shares.SharesConfig.choose(spec, target, **dtypes, held=held)}
     if work.mode == "verify":
         how: dict[str, Any] = {**dtypes, "masked": False, "rows": rows}  # masks of drafts leave cached keys alone
-        return {
-            "verify_split": lambda: verify.VerifyConfig.choose(spec, target, **how),
-            "verify_shares": lambda: verify_shares.VerifySharesConfig.choose(spec, target, **how),
-        }
+        split = {"verify_split": lambda: verify.VerifyConfig.choose(spec, target, **how)}
+        if target.is_hopper and verify_shares_hopper.is_for(spec, _view(work), q_dtype=work.dtype, rows=rows):
+            return split  # nor is what this one is launched with
+        return {**split, "verify_shares": lambda: verify_shares.VerifySharesConfig.choose(spec, target, **how)}
     one_pass = work.mode == "unified"
-    if target.is_hopper and (one_pass or work.new > extend_hopper.FEW_QUERIES) and _has_tiles(work):
+    many = one_pass or work.new > extend_hopper.FEW_QUERIES
+    if target.is_hopper and many and extend_hopper.has_tiles(spec, _view(work), work.dtype):
         return {"extend_hopper": lambda: extend_hopper.HopperConfig.choose(spec, target)}
     most = None if one_pass else work.new
     return {"extend": lambda: extend.ExtendConfig.choose(spec, target, **dtypes, masked=False, most=most)}
@@ -186,15 +190,11 @@ def _held(work: Workload, target: Target) -> int:
     return target.held(Balanced().shares(ctx) * spec.kv_heads * head_tiles(spec.group))
 
 
-def _latent_view(work: Workload) -> KVView:
-    k = torch.empty(2, work.attention.kv_heads, work.attention.qk_dim, dtype=work.kv_dtype, device="meta")
-    return KVView(k=k, v=k[..., : work.attention.v_dim], v_in_k=True)
-
-
-def _has_tiles(work: Workload) -> bool:
+def _view(work: Workload) -> KVView:
+    """Return a view as a workload's pool has them, without memory behind it."""
     spec = work.attention
     k, v = (torch.empty(2, spec.kv_heads, n, dtype=work.kv_dtype, device="meta") for n in (spec.qk_dim, spec.v_dim))
-    return extend_hopper.has_tiles(spec, KVView(k=k, v=v), work.dtype)
+    return KVView(k=k, v=k[..., : spec.v_dim] if work.mla else v, v_in_k=work.mla)
 
 
 def asked(table: Table, choose: Callable[[], object]) -> Row:
