@@ -145,7 +145,8 @@ PDL = """
 from attnlab.inspect import resources
 for variant in resources.variants(resources.TARGETS["sm_90"]):
     kind = variant.name.split(":")[0]
-    if kind in ("split", "merge", "verify", "verify shares", "verify merge") and "(Llama-3)" in variant.name:
+    kinds = ("split", "merge", "verify", "verify shares", "verify shares for Hopper", "verify merge")
+    if kind in kinds and "(Llama-3)" in variant.name:
         lines = resources.ptx(variant).splitlines()
         at = lambda word: [i for i, line in enumerate(lines) if word in line]
         merges = "merge" in kind
@@ -158,4 +159,5 @@ def test_a_merge_waits_for_its_split(compiling: dict[str, str]) -> None:
     """Programmatic dependent launch: nothing is read before the wait, nothing stored after the release."""
     done = subprocess.run([sys.executable, "-c", PDL], env=compiling, capture_output=True, text=True, check=False)
     kinds = {"split True", "merge True", "verify True", "verify shares True", "verify merge True"}
+    kinds.add("verify shares for Hopper True")
     assert {line.split(",")[0] for line in done.stdout.splitlines()} == kinds, done.stdout + done.stderr[-2000:]
