@@ -89,9 +89,16 @@ def jit(function: Callable[..., Any] | None = None, *, do_not_specialize: tuple[
     return triton.jit(function, do_not_specialize=list(do_not_specialize))
 
 
-def gluon_jit(function: Callable[..., Any]) -> Any:
-    """`gluon.jit`, or a stand-in that raises on launch where Triton has a PROBLEM. Gluon has no interpreter."""
-    return _CannotLaunch(function) if gluon is None else gluon.jit(function)
+def gluon_jit(function: Callable[..., Any] | None = None, *, do_not_specialize: tuple[str, ...] = ()) -> Any:
+    """`gluon.jit`, or a stand-in that raises on launch where Triton has a PROBLEM. Gluon has no interpreter.
+
+    `do_not_specialize` as in `jit`.
+    """
+    if function is None:
+        return lambda decorated: gluon_jit(decorated, do_not_specialize=do_not_specialize)
+    if gluon is None:
+        return _CannotLaunch(function)
+    return gluon.jit(function, do_not_specialize=list(do_not_specialize))
 
 
 def source_class(kernel: Any) -> Any:

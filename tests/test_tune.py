@@ -21,15 +21,15 @@ from attnlab.bench.peers.own import Own
 from attnlab.bench.timing import Held
 from attnlab.bench.trials import Finding, Trial, launching, retuned, search
 from attnlab.bench.tune import GRIDS, TEXTS, Config, Task, asked, launched, tasks
-from attnlab.bench.workloads import TABLE, Workload, chosen, heads, latent
+from attnlab.bench.workloads import BINARY, TABLE, Workload, chosen, heads, latent
 from attnlab.cli import main
 from attnlab.engines import TritonEngine
-from attnlab.kernels import decode_shares, extend_hopper, tuning
+from attnlab.kernels import decode_shares, extend_hopper, tuning, verify_shares_hopper
 from attnlab.kernels.target import Target
 from attnlab.kernels.tuning.checks import check
 from attnlab.kernels.tuning.file import parsed
 from attnlab.kernels.tuning.rows import KERNELS, Table
-from attnlab.plan.extend_call import ExtendCall
+from attnlab.plan.extend_call import ExtendCall, VerifyCall
 from tests.tunings import fixed
 
 pytestmark = pytest.mark.skipif(PROBLEM is not None, reason="needs Triton")
@@ -138,6 +138,41 @@ def test_on_hopper_latent_rows_of_deepseeks_columns_have_a_kernel_without_choice
 ) -> None:
     (work,) = chosen([name])
     assert list(launched(work, H200)) == kernels
+
+
+VERIFIES: dict[str, tuple[bool, dict[str, Any]]] = {
+    "16 drafts of 4 heads": (True, {}),
+    "17": (False, {"new": 17}),
+    "a tree": (True, {"tree": BINARY}),
+    "64 columns": (True, {"attention": heads(6, 2, 64)}),
+    "80 columns": (False, {"attention": heads(4, 2, 80)}),
+    "256 columns": (False, {"attention": heads(4, 2, 256)}),
+    "192 and 128 columns": (False, {"attention": heads(4, 2, 192, 128)}),
+    "a window": (False, {"attention": heads(window=99)}),
+    "latent rows": (False, {"attention": latent(4), "mla": True}),
+    "fp8": (False, {"kv_dtype": torch.float8_e4m3fn}),
+    "fp16": (True, {"dtype": torch.float16, "kv_dtype": torch.float16}),
+    "fp32": (False, FP32),
+    "pages": (True, {"page_size": 64}),
+}
+
+
+@pytest.mark.parametrize("name", VERIFIES)
+def test_on_hopper_verifies_are_launched_by_the_kernel_that_serves_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody chooses a config for has no row: `launched` must say so where the launcher does."""
+    alone, changed = VERIFIES[name]
+    (work,) = chosen(["verify-64x16+4k"])
+    work = replace(work, **{"cached": (40, 9), **changed})
+    calls: list[VerifyCall] = []
+    monkeypatch.setattr(TritonEngine, "verify", lambda self, call: calls.append(call))
+    inputs = Inputs(work, "cpu")
+    with torch.no_grad():
+        Own(engine="triton", policy="balanced", extends=True).calls(inputs)[0].run()
+    assert verify_shares_hopper.serves(calls[0], H200) == alone
+    assert set(launched(work, H200)) == {"verify_split"} | (set() if alone else {"verify_shares"})
+    assert set(launched(work, A100)) == {"verify_split", "verify_shares"}
 
 
 def test_all_workloads_of_the_table_are_launched_by_a_row_of_every_kernel_that_may() -> None:
@@ -368,7 +403,9 @@ def test_others_are_served_as_before() -> None:
 
 
 def test_a_config_that_stays_is_measured_anew_and_keeps_its_reason() -> None:
-    table, made = fixed(), task(*chosen(["verify-64x4+4k"]), target=H200, kernel="verify_shares")
+    (work,) = chosen(["verify-64x4+4k"])
+    work = replace(work, attention=heads(window=4096))  # without one no row is asked for
+    table, made = fixed(), task(work, target=H200, kernel="verify_shares")
     assert made.standing is made.row and made.row.why is not None
     new = retuned(table, [finding(made, {"verify-64x4+4k": 263.0}, changes=False)], MACHINE)
     (row,) = [row for row in new.rows if row.measured is not None and row.measured.run == "tune-2030-01-02T03:04"]

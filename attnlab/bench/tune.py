@@ -25,6 +25,7 @@ from attnlab.kernels import (
     extend_hopper,
     verify,
     verify_shares,
+    verify_shares_hopper,
 )
 from attnlab.kernels.launch import padded
 from attnlab.kernels.target import Target
@@ -155,7 +156,7 @@ def launched(work: Workload, target: Target) -> dict[str, Callable[[], object]]:
             "decode_split": lambda: decode.SplitConfig.choose(spec, target, fp32=fp32)
         }
         if work.mla and tile == LARGE_TILE:
-            if target.is_hopper and decode_latent_hopper.is_for(spec, _latent_view(work)):
+            if target.is_hopper and decode_latent_hopper.is_for(spec, _view(work)):
                 return split  # that kernel has one tile and one way to be launched: there is nothing to choose
             return {**split, "decode_latent": lambda: decode_latent.LatentConfig.choose(target)}
         how: dict[str, Any] = {**dtypes, "held": _held(work, target, tile), "head_tile": tile}
@@ -163,12 +164,13 @@ def launched(work: Workload, target: Target) -> dict[str, Callable[[], object]]:
         return {**split, name: lambda: decode_shares.SharesConfig.choose(spec, target, **how)}
     if work.mode == "verify":
         how = {**dtypes, "masked": False, "rows": rows}  # masks of drafts leave cached keys alone
-        return {
-            "verify_split": lambda: verify.VerifyConfig.choose(spec, target, **how),
-            "verify_shares": lambda: verify_shares.VerifySharesConfig.choose(spec, target, **how),
-        }
+        split = {"verify_split": lambda: verify.VerifyConfig.choose(spec, target, **how)}
+        if target.is_hopper and verify_shares_hopper.is_for(spec, _view(work), q_dtype=work.dtype, rows=rows):
+            return split  # nor is what this one is launched with
+        return {**split, "verify_shares": lambda: verify_shares.VerifySharesConfig.choose(spec, target, **how)}
     one_pass = work.mode == "unified"
-    if target.is_hopper and (one_pass or work.new > extend_hopper.FEW_QUERIES) and _has_tiles(work):
+    many = one_pass or work.new > extend_hopper.FEW_QUERIES
+    if target.is_hopper and many and extend_hopper.has_tiles(spec, _view(work), work.dtype):
         return {"extend_hopper": lambda: extend_hopper.HopperConfig.choose(spec, target)}
     most = None if one_pass else work.new
     return {"extend": lambda: extend.ExtendConfig.choose(spec, target, **dtypes, masked=False, most=most)}
@@ -192,15 +194,11 @@ def _held(work: Workload, target: Target, tile: int) -> int:
     return target.held(Balanced().shares(ctx) * spec.kv_heads * head_tiles(spec.group, tile))
 
 
-def _latent_view(work: Workload) -> KVView:
-    k = torch.empty(2, work.attention.kv_heads, work.attention.qk_dim, dtype=work.kv_dtype, device="meta")
-    return KVView(k=k, v=k[..., : work.attention.v_dim], v_in_k=True)
-
-
-def _has_tiles(work: Workload) -> bool:
+def _view(work: Workload) -> KVView:
+    """Return a view as a workload's pool has them, without memory behind it."""
     spec = work.attention
     k, v = (torch.empty(2, spec.kv_heads, n, dtype=work.kv_dtype, device="meta") for n in (spec.qk_dim, spec.v_dim))
-    return extend_hopper.has_tiles(spec, KVView(k=k, v=v), work.dtype)
+    return KVView(k=k, v=k[..., : spec.v_dim] if work.mla else v, v_in_k=work.mla)
 
 
 def asked(table: Table, choose: Callable[[], object]) -> Row:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from attnlab._triton import jit, release_dependents, tl, wait_for_earlier
+from attnlab.kernels import verify_shares_hopper
 from attnlab.kernels.core import (
     attend_shares_tile,
     join_sink,
@@ -104,6 +105,18 @@ def verify_shares(call: VerifyCall, *, target: Target) -> Launched | None:
     spec, view, lane, queries = call.spec, call.view, call.lane, call.queries
     if lane.layout.index.reqs == 0 or queries.most == 0:
         return None
+    if verify_shares_hopper.serves(call, target):
+        return verify_shares_hopper.VERIFY_SHARES_HOPPER.launch(
+            target,
+            (lane.schedule.programs, 1, 1),
+            (call.arguments, view.arguments, lane.arguments, call.partials.arguments, queries.arguments),
+            spec=spec,
+            view=view,
+            target=target,
+            new_masked=queries.bits is not None,
+            has_lse=call.lse is not None,
+            keeps=call.keeps,
+        )
     rows, sent = queries.most * spec.group, sendable(call, target)
     launched = VERIFY_SHARES.launch(
         target,

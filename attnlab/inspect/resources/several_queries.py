@@ -6,7 +6,7 @@ import torch
 
 from attnlab.inspect.resources.compiling import Variant
 from attnlab.inspect.resources.shapes import FOR_HOPPER, Shape
-from attnlab.kernels import extend, extend_hopper, verify, verify_shares
+from attnlab.kernels import extend, extend_hopper, verify, verify_shares, verify_shares_hopper
 from attnlab.kernels.launch import stored
 from attnlab.kernels.target import Target
 
@@ -119,6 +119,25 @@ def verify_shares_variant(shape: Shape, target: Target, *, rows: int) -> Variant
         name=f"verify shares: {shape.name}, {rows} rows",
         kernel=verify_shares._verify_shares_kernel,
         pointers={**_several(shape), "k_ptr": k.dtype, "v_ptr": v.dtype},
+        constants=constants,
+        options=options,
+    )
+
+
+def verify_shares_hopper_variant(shape: Shape, target: Target, *, keeps: bool = False) -> Variant:
+    """Return the same as groups of warps compute it, as its launcher would compile it."""
+    constants, options = verify_shares_hopper.verify_shares_hopper_constants(
+        spec=shape.spec(),
+        view=shape.view(),
+        target=target,
+        new_masked=shape.masked,
+        has_lse=True,
+        keeps=keeps,
+    )
+    return Variant(
+        name=f"verify shares{FOR_HOPPER}{shape.name}" + ", states kept" * keeps,
+        kernel=verify_shares_hopper._verify_shares_hopper_kernel,
+        pointers=_several(shape),
         constants=constants,
         options=options,
     )

@@ -87,19 +87,22 @@ SHORT = Shape(
 )
 TREE = replace(GQA, name="gqa 4 x 128, draft tree", masked=True)
 MQA = Shape(name="mqa 48 x 128 (StarCoder)", heads=48, kv_heads=1, qk_dim=128, v_dim=128)
+TREE_SINKS = replace(TREE, name="gqa 4 x 128, draft tree, sinks", sinks=True)
+NARROW = Shape(name="gqa 3 x 64 (SmolLM2)", heads=9, kv_heads=3, qk_dim=64, v_dim=64, dtype=HALF, kv_dtype=HALF)
+PAGES = replace(GQA, name="gqa 4 x 128, pages of 16", page_size=16)
 SHAPES = [
     GQA,
     BYTES,
     replace(GQA, name="gqa 4 x 128, fp16", dtype=HALF, kv_dtype=HALF),
     replace(GQA, name="gqa 4 x 128, fp32", dtype=FP32, kv_dtype=FP32),
-    replace(GQA, name="gqa 4 x 128, pages of 16", page_size=16),
+    PAGES,
     replace(GQA, name="gqa 8 x 128, every feature", heads=64, **EVERYTHING),
     WINDOW,
     replace(GQA, name="gqa 5 x 128, chunk, temperature (Llama-4)", heads=40, chunk=8192, temperature_len=8192),
     replace(GQA, name="gqa 6 x 128, cap, temperature (Grok)", heads=48, softcap=30.0, temperature_len=1024),
     TREE,
     SHORT,
-    Shape(name="gqa 3 x 64 (SmolLM2)", heads=9, kv_heads=3, qk_dim=64, v_dim=64, dtype=HALF, kv_dtype=HALF),
+    NARROW,
     Shape(name="gqa 29 x 64 (Falcon-180B)", heads=232, kv_heads=8, qk_dim=64, v_dim=64),
     Shape(name="gqa 2 x 256 (Gemma)", heads=8, kv_heads=4, qk_dim=256, v_dim=256),
     Shape(

@@ -19,6 +19,7 @@ from attnlab.inspect.resources.several_queries import (
     extend_hopper_variant,
     extend_variant,
     verify_merge_variant,
+    verify_shares_hopper_variant,
     verify_shares_variant,
     verify_variant,
 )
@@ -32,10 +33,13 @@ from attnlab.inspect.resources.shapes import (
     MHA,
     MLA,
     MLA_PAGES,
+    NARROW,
+    PAGES,
     SHAPES,
     SHARED,
     SHORT,
     TREE,
+    TREE_SINKS,
     WINDOW,
 )
 from attnlab.kernels import extend_hopper, index, lane_counts, lane_lists
@@ -100,6 +104,10 @@ def variants(target: Target) -> Iterator[Variant]:
         yield verify_shares_variant(shape, target, rows=16)
     yield verify_shares_variant(GQA, target, rows=32)
     yield verify_shares_variant(TREE, target, rows=64)
+    if target.is_hopper:
+        for shape in (GQA, TREE_SINKS, NARROW, PAGES):
+            yield verify_shares_hopper_variant(shape, target)
+        yield verify_shares_hopper_variant(GQA, target, keeps=True)
     for shape in SHAPES:
         if shape.mod is not None or shape.name in MERGED:
             yield verify_merge_variant(shape, target)
