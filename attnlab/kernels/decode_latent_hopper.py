@@ -32,6 +32,20 @@ from attnlab._triton import (
     wait_for_earlier,
 )
 from attnlab.kernels.core import LN_2, LOG2_E
+from attnlab.kernels.groups import (
+    COPY_COLUMNS,
+    COPY_ROWS,
+    COPYING,
+    TILE,
+    WARPS,
+    can_copy,
+    finite_or_zero,
+    join_sink,
+    load_segment,
+    slot_offsets,
+    store_states,
+    write_rows,
+)
 from attnlab.kernels.launch import early_launch, narrow, plain_scores
 from attnlab.kernels.launcher import Launcher, with_times
 from attnlab.kernels.target import Target
@@ -39,11 +53,6 @@ from attnlab.memory.pool import KVView
 from attnlab.plan.call import DecodeCall
 from attnlab.plan.tiles import LATENT_ROW
 from attnlab.spec import AttentionSpec
-
-ALIGNMENT = 16
-"""What divides a tensor's address, in bytes, and its strides, in numbers, where Triton copies 16 bytes at a time."""
-WARPS = 4
-"""Warps of a group: those that issue an instruction of Hopper's tensor cores together."""
 
 if gl is not None:
     OTHERS_WARPS = tl.constexpr([WARPS, WARPS])
@@ -55,18 +64,14 @@ if gl is not None:
     KEYS = tl.constexpr(64)
     HALF = tl.constexpr(256)
     REST = tl.constexpr(64)
-    COPYING = tl.constexpr(32 * WARPS)  # threads that load
     # Who holds what. Scores and answers: as tensor cores leave them, 16 rows a warp; rows of one are rows of the other.
     SCORES = tl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
     SCORE_ROWS = tl.constexpr(gl.SliceLayout(1, SCORES.value))
     ANSWERS = tl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
     ROWS = tl.constexpr(gl.SliceLayout(1, ANSWERS.value))
-    # Eight threads copy 128 bytes of a row, 16 each. What is asked for ahead are such lines, one a thread.
-    COPIES = tl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-    COPY_ROWS = tl.constexpr(gl.SliceLayout(1, COPIES.value))
+    # What is asked for ahead are lines of 128 bytes, one a thread, of the rows whose sixteenths it copies.
     LINES = tl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
-    # Tiles lie in shared memory as tensor cores read them; numbers, one behind the other.
-    TILE = tl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+    # Numbers lie in shared memory one behind the other.
     NUMBERS = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -78,9 +83,7 @@ def is_for(spec: AttentionSpec, view: KVView) -> bool:
 def serves(call: DecodeCall, target: Target) -> bool:
     """Whether it computes a call here: queries in the pool's dtype, and both in rows that can be copied as they lie."""
     q, k = call.q, call.view.k
-    if not (target.is_hopper and q.dtype == k.dtype and is_for(call.spec, call.view)):
-        return False
-    return all(x.data_ptr() % ALIGNMENT == 0 and all(n % ALIGNMENT == 0 for n in x.stride()[:-1]) for x in (q, k))
+    return target.is_hopper and is_for(call.spec, call.view) and can_copy(q, k)
 
 
 def latent_hopper_constants(
@@ -267,7 +270,7 @@ def _load(
     end = gl.load(programs_ptr + gl.program_id(1) + 1)
     pair = 0
     while number < end:
-        req, kv_head, first, last, _ = _segment(segments_ptr, number)
+        req, kv_head, first, last, _ = load_segment(segments_ptr, number)
         list_ptr = slots_ptr + gl.load(indptr_ptr + req)
         k_head_ptr = k_ptr + kv_head.to(gl.int64) * k_strides[2]
         entry = first + gl.arange(0, KEYS, layout=COPY_ROWS)
@@ -306,26 +309,14 @@ def _rows(k_head_ptr, list_ptr, entry, last, k_strides, PAGE_SIZE: tl.constexpr,
     slots = gl.load(list_ptr + gl.minimum(entry, last - 1))
     if NARROW:
         slots = slots.to(gl.int32)
-    if PAGE_SIZE == 1:
-        offsets = slots * k_strides[1]
-    else:
-        offsets = (slots // PAGE_SIZE) * k_strides[0] + (slots % PAGE_SIZE) * k_strides[1]
-    return k_head_ptr + offsets
+    return k_head_ptr + slot_offsets(slots, k_strides, PAGE_SIZE)
 
 
 @gluon_jit
 def _copy(tile, rows, first: tl.constexpr, columns: tl.constexpr):
     """Begin to copy columns of rows into a tile; whoever waits for it is told by a barrier."""
-    at = first + gl.arange(0, columns, layout=gl.SliceLayout(0, COPIES))
+    at = first + gl.arange(0, columns, layout=COPY_COLUMNS)
     hopper.async_copy.async_copy_global_to_shared(tile, rows[:, None] + at[None, :])
-
-
-@gluon_jit
-def _segment(segments_ptr, number):
-    """A segment of the schedule: request, KV head, first and last list entry, partial."""
-    row = segments_ptr + number * 5
-    req = gl.load(row).to(gl.int64)
-    return req, gl.load(row + 1), gl.load(row + 2), gl.load(row + 3), gl.load(row + 4).to(gl.int64)
 
 
 @gluon_jit
@@ -354,6 +345,8 @@ def _attend(
     q_full, q_free, left_full, right_full, free, weighed, summed = signals  # `free`: of the half that is mine
     segments_ptr, programs_ptr, merge_indptr_ptr = schedule
     scale, v_scale = factors
+    sinks_ptr, out_ptr, lse_ptr = written
+    out_stride_token, out_stride_head, lse_stride_token, lse_stride_head = strides
     values = left if SIDE == 0 else right
     first_number = gl.load(programs_ptr + gl.program_id(1))
     number = first_number
@@ -361,7 +354,7 @@ def _attend(
     factor = scale * LOG2_E  # one multiply-add makes an exponent of a product
     pair = 0
     while number < end:
-        req, kv_head, first, last, partial = _segment(segments_ptr, number)
+        req, kv_head, first, last, partial = load_segment(segments_ptr, number)
         turn = (number - first_number) & 1
         running_max = gl.full([HEADS], float("-inf"), gl.float32, SCORE_ROWS)
         running_sum = gl.zeros([HEADS], gl.float32, SCORE_ROWS)  # of the tiles that this side scores
@@ -412,27 +405,32 @@ def _attend(
         running_max = gl.convert_layout(running_max, ROWS) * LN_2
 
         member = gl.program_id(0) * HEADS + gl.arange(0, HEADS, layout=ROWS)
-        head = kv_head * GROUP + member
+        mine = member < GROUP
+        columns = SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, ANSWERS))
         owner = merge_indptr_ptr + req * KV_HEADS + kv_head
-        whole = gl.load(owner + 1) - gl.load(owner) == 1
-        if whole:
-            _answer(
-                SIDE,
-                acc,
+        alone = gl.load(owner + 1) - gl.load(owner) == 1
+        if KEEPS or not alone:
+            # To be merged; recordings want it in any case.
+            state = partial * GROUP + member
+            store_states(running_max, running_sum, acc, states, state, columns, mine, 2 * HALF, SIDE == 0)
+        if alone:
+            head = kv_head * GROUP + member
+            if HAS_SINKS:
+                sink = gl.load(sinks_ptr + head, mask=mine, other=0.0).to(gl.float32)
+                running_max, running_sum, fade = join_sink(running_max, running_sum, sink)
+                acc = acc * fade[:, None]
+            head = head.to(gl.int64)
+            write_rows(
                 running_max,
                 running_sum,
-                written,
-                strides,
+                acc,
                 v_scale,
-                req,
-                head,
-                member,
-                GROUP,
-                HAS_SINKS,
-                HAS_LSE,
+                out_ptr + req * out_stride_token + head * out_stride_head,
+                lse_ptr + req * lse_stride_token + head * lse_stride_head,
+                columns,
+                mine,
+                HAS_LSE and SIDE == 0,
             )
-        if KEEPS or not whole:
-            _leave(SIDE, acc, running_max, running_sum, states, partial * GROUP + member, member < GROUP)
         number += 1
 
 
@@ -457,7 +455,7 @@ def _weigh(products, seen, running_max, factor, b: tl.constexpr, rest, maxima, w
     """Leave weights and maxima of tile `b` for both sides; the new maximum, what all before fades by, the sum."""
     products = gl.where(seen[None, :], products, float("-inf"))
     new_max = gl.maximum(running_max, gl.max(products, 1) * factor)
-    shift = _finite_or_zero(new_max)
+    shift = finite_or_zero(new_max)
     p = gl.exp2(products * factor - shift[:, None])
     maxima.index(b).store(new_max)
     rest.index(b).store(p.to(rest.dtype))
@@ -471,63 +469,7 @@ def _weighed(running_max, b: tl.constexpr, phase, maxima, weighed):
     """Wait until the other side has weighed tile `b`; the new maximum, and what all before fades by."""
     hopper.mbarrier.wait(weighed.index(b), phase)
     new_max = maxima.index(b).load(SCORE_ROWS)
-    return new_max, gl.exp2(running_max - _finite_or_zero(new_max))
-
-
-@gluon_jit
-def _finite_or_zero(maximum):
-    """What to subtract before exp2: the maximum, or 0 where nothing was seen."""
-    return gl.where(maximum == float("-inf"), 0.0, maximum)
-
-
-@gluon_jit
-def _answer(
-    SIDE: tl.constexpr,
-    acc,
-    running_max,
-    running_sum,
-    written,
-    strides,
-    v_scale,
-    req,
-    head,
-    member,
-    GROUP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-):
-    """Write a side's half of whole answers, normalised. Nothing seen: out 0, lse -inf."""
-    sinks_ptr, out_ptr, lse_ptr = written
-    out_stride_token, out_stride_head, lse_stride_token, lse_stride_head = strides
-    mine = member < GROUP
-    if HAS_SINKS:
-        sink = gl.load(sinks_ptr + head, mask=mine, other=0.0).to(gl.float32)
-        new_max = gl.maximum(running_max, sink)
-        shift = _finite_or_zero(new_max)
-        endless = sink == float("inf")  # takes everything: exp(inf - inf) would be NaN
-        fade = gl.where(endless, 0.0, gl.exp(running_max - shift))
-        running_sum = running_sum * fade + gl.where(endless, 1.0, gl.exp(sink - shift))
-        running_max = new_max
-        acc = acc * fade[:, None]
-    safe = gl.where(running_sum == 0.0, 1.0, running_sum)
-    columns = SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, ANSWERS))
-    rows = out_ptr + req * out_stride_token + head.to(gl.int64) * out_stride_head
-    out = acc * (v_scale / safe)[:, None]
-    gl.store(rows[:, None] + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=mine[:, None])
-    if HAS_LSE and SIDE == 0:
-        lse = lse_ptr + req * lse_stride_token + head.to(gl.int64) * lse_stride_head
-        gl.store(lse, running_max + gl.log(safe), mask=mine)
-
-
-@gluon_jit
-def _leave(SIDE: tl.constexpr, acc, running_max, running_sum, states, state, mine):
-    """Leave a side's half of softmax states, unnormalised, to be merged."""
-    acc_ptr, max_ptr, sum_ptr = states
-    columns = SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, ANSWERS))
-    gl.store(acc_ptr + state[:, None] * (2 * HALF) + columns[None, :], acc, mask=mine[:, None])
-    if SIDE == 0:
-        gl.store(max_ptr + state, running_max, mask=mine)
-        gl.store(sum_ptr + state, running_sum, mask=mine)
+    return new_max, gl.exp2(running_max - finite_or_zero(new_max))
 
 
 DECODE_LATENT_HOPPER = Launcher(_decode_latent_hopper_kernel, with_times(latent_hopper_constants))

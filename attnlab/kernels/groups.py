@@ -83,8 +83,7 @@ def store_states(
 ):
     """Leave softmax states number `state`, unnormalised, to be merged: these `columns` of WIDTH, maxima and sums."""
     acc_ptr, max_ptr, sum_ptr = states
-    every = columns >= 0  # all of them, so that the mask has a tile's shape
-    gl.store(acc_ptr + state[:, None] * WIDTH + columns[None, :], acc, mask=mine[:, None] & every[None, :])
+    gl.store(acc_ptr + state[:, None] * WIDTH + columns[None, :], acc, mask=mine[:, None])
     if WITH_SUMS:
         gl.store(max_ptr + state, running_max, mask=mine)
         gl.store(sum_ptr + state, running_sum, mask=mine)
@@ -95,8 +94,6 @@ def write_rows(running_max, running_sum, acc, v_scale, out_rows, lse_rows, colum
     """Write whole answers, normalised, from these columns on, and their LSE. Nothing seen: out 0, lse -inf."""
     safe = gl.where(running_sum == 0.0, 1.0, running_sum)
     answers = acc * (v_scale / safe)[:, None]
-    every = columns >= 0
-    cells = out_rows[:, None] + columns[None, :]
-    gl.store(cells, answers.to(out_rows.dtype.element_ty), mask=mine[:, None] & every[None, :])
+    gl.store(out_rows[:, None] + columns[None, :], answers.to(out_rows.dtype.element_ty), mask=mine[:, None])
     if HAS_LSE:
         gl.store(lse_rows, running_max + gl.log(safe), mask=mine)
