@@ -3,7 +3,7 @@
 The variant of `verify.py`'s split stage for schedules that deal several segments to a program. It leaves the same
 partials, for the same merge; where a request has one range, and `answers_alone` holds, the drafts are attended to on
 the spot and the answer is written. Cached keys stand before every draft: a window, a chunk or a mask is all that hides
-them, so that most tiles need no mask.
+them, so that most tiles need no mask. On a Hopper GPU `verify_shares_hopper.py` computes plain scores of few drafts.
 Source of the method: Stream-K (Osama et al., 2023), LeanAttention (Sanovar et al., 2024), tree attention of SpecInfer
 (Miao et al., 2024).
 """
