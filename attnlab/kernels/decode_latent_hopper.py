@@ -274,7 +274,7 @@ def _load(
         list_ptr = slots_ptr + gl.load(indptr_ptr + req)
         k_head_ptr = k_ptr + kv_head.to(gl.int64) * k_strides[2]
         entry = first + gl.arange(0, KEYS, layout=COPY_ROWS)
-        rows = _rows(k_head_ptr, list_ptr, entry, last, k_strides, PAGE_SIZE, NARROW)
+        slots = gl.load(list_ptr + gl.minimum(entry, last - 1))
         hopper.mbarrier.wait(q_free, ((number - first_number) & 1) ^ 1)
         q_rows = q_ptr + req * q_strides[0] + (kv_head * GROUP + member).to(gl.int64) * q_strides[1]
         _copy(q.index(0), q_rows, 0, HALF)
@@ -283,6 +283,11 @@ def _load(
         hopper.async_copy.mbarrier_arrive(q_full, increment_count=False)
         for _at in range(first, last, 2 * KEYS):
             for b in gl.static_range(2):
+                rows = _rows(k_head_ptr, slots, k_strides, PAGE_SIZE, NARROW)
+                # The next tile's slots are on their way while this tile waits for room. Behind the segment's last row
+                # comes that row again, as finite as it is.
+                entry += KEYS
+                slots = gl.load(list_ptr + gl.minimum(entry, last - 1))
                 hopper.mbarrier.wait(left_free.index(b), (pair & 1) ^ 1)
                 _copy(left.index(b), rows, 0, HALF)
                 hopper.async_copy.mbarrier_arrive(left_full.index(b), increment_count=False)
@@ -292,9 +297,8 @@ def _load(
                 _copy(rest.index(b), rows, 2 * HALF, REST)
                 hopper.async_copy.mbarrier_arrive(right_full.index(b), increment_count=False)
                 # There is no room yet for the next tile, but in the L2 cache, from where it will come sooner.
-                entry += KEYS
-                rows = _rows(k_head_ptr, list_ptr, entry, last, k_strides, PAGE_SIZE, NARROW)
-                ahead = gl.convert_layout(rows, gl.SliceLayout(1, LINES))[:, None] + line[None, :]
+                ahead = _rows(k_head_ptr, slots, k_strides, PAGE_SIZE, NARROW)
+                ahead = gl.convert_layout(ahead, gl.SliceLayout(1, LINES))[:, None] + line[None, :]
                 gl.inline_asm_elementwise(
                     "prefetch.global.L2 [$1]; // $0", "=r,l", [ahead], dtype=gl.int32, is_pure=False, pack=1
                 )
@@ -304,9 +308,8 @@ def _load(
 
 
 @gluon_jit
-def _rows(k_head_ptr, list_ptr, entry, last, k_strides, PAGE_SIZE: tl.constexpr, NARROW: tl.constexpr):
-    """Where the rows of list entries begin; behind the segment's last row that row again, as finite as it is."""
-    slots = gl.load(list_ptr + gl.minimum(entry, last - 1))
+def _rows(k_head_ptr, slots, k_strides, PAGE_SIZE: tl.constexpr, NARROW: tl.constexpr):
+    """Where the rows of slots begin."""
     if NARROW:
         slots = slots.to(gl.int32)
     return k_head_ptr + slot_offsets(slots, k_strides, PAGE_SIZE)
