@@ -189,10 +189,12 @@ class _SlidingServer:
 
 
 def measured(mode: str) -> Picture:
-    """Return what was measured on an H200, beside peers in the same run: of one mode's workloads, or of recordings."""
+    """Return what was measured on an H200, beside peers in the same run: one of RECORDED."""
     return show(load(data_path(f"h200/{mode}.json")))
 
 
+RECORDED = ("decode", "verify", "verify_flashinfer", "extend", "unified", "curves", "hooks", "host")
+"""Runs of `data/h200` that have a picture."""
 PICTURES: dict[str, Callable[[], Picture]] = {
     "split_schedule": split_schedule,
     "lse_merge": lse_merge,
@@ -204,7 +206,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "tree_mask": tree_mask,
     "draft_pages": draft_pages,
     "graph_memory": graph_memory,
-    **{f"measured_{mode}": partial(measured, mode) for mode in ("decode", "verify", "extend", "hooks")},
+    **{f"measured_{mode}": partial(measured, mode) for mode in RECORDED},
 }
 
 

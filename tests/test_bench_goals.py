@@ -42,18 +42,18 @@ def found_in(*names: str) -> dict[tuple[str, str], Outcome]:
 
 def test_recorded_runs_are_held_to_the_goals() -> None:
     found = found_in("decode", "verify", "extend", "unified")
-    assert found["decode-64x4k", "time over sglang"].verdict == "met by 10.7%"
-    assert found["decode-64x4k", "TB/s"].verdict == "missed by 0.8%"
-    assert found["decode-1x8k", "time over sglang"].verdict == "met by 12.4%"
+    assert found["decode-64x4k", "time over sglang"].verdict == "met by 8.3%"
+    assert found["decode-64x4k", "TB/s"].verdict == "missed by 1.3%"
+    assert found["decode-1x8k", "time over sglang"].verdict == "met by 11.4%"
     assert found["extend-1x8k", "TFLOP/s"].verdict == "met by 14.9%"
     twin = found["decode-64x4k-fp8", "token rate over the row beside it"]
-    assert (twin.met, round(twin.measured or 0, 3)) == (True, 1.866)
+    assert (twin.met, round(twin.measured or 0, 3)) == (True, 1.869)
     one_pass = found["unified-1x8k", "token rate over the row beside it"]
     assert (one_pass.met, one_pass.verdict) == (None, "not measured: the run has no time of extend-1x8k")
     assert found["decode-random", "time over sglang"].beyond and not found["decode-1x8k", "time over sglang"].beyond
     best = found["verify-64x4+4k", "time over sglang-best"]
-    assert (best.met, best.verdict) == (None, "not measured: no time of sglang-best")
-    assert found["verify-64x8+4k-tree", "TB/s"].verdict == "not measured: no run has the row"
+    assert best.beyond and best.verdict == "missed by 30.1%, by the ceiling too (0.2647)"
+    assert found["verify-64x8+4k-tree", "TB/s"].verdict == "missed by 4.0%"
     assert found["hooks-64x4k-seed", f"{TIMES}'s time over attnlab"].measured is None
 
 
@@ -140,7 +140,7 @@ def test_the_command_prints_met_missed_and_not_measured(tmp_path: Path, capsys: 
     assert mine is not None and other is not None
     assert f"met by {(0.22 - mine.median_us / other.median_us) / 0.22:.1%}" in said  # 0.22 is asked for
     assert re.search(r"missed by \d+\.\d%", said) and re.search(r"\d more", said)
-    assert re.search(r"not measured, no time of [a-z0-9-]+: [a-z]+-", said)
+    assert re.search(r"not measured, no time of [^:]+: [a-z]+-", said)
     assert "goals of rows are met; " in said
     good = run("verify-64x4+4k", {"attnlab": 1.0, "sglang": 100.0})
     good.save(tmp_path / "good.json")

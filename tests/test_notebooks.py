@@ -193,7 +193,7 @@ def test_times_that_a_lesson_quotes_stand_in_the_log() -> None:
     assert (
         "it was 775 us" in text_of(FOLDER / "13_mla.ipynb") and "MLA, 128 heads, 32 x 8,192 | 1,748.8 | 774.5 |" in log
     )
-    assert "take 137 us" in text_of(FOLDER / "13_mla.ipynb") and "| MLA, 128 heads, 32 x 8,192 | 217 | 137 |" in log
+    assert "with 64 heads 217" in text_of(FOLDER / "13_mla.ipynb") and "| MLA, 128 heads, 32 x 8,192 | 217 |" in log
     scores = text_of(FOLDER / "09_scores_under_the_hood.ipynb")
     for words in ("10.2 ms", "754 ms", "537.3 MB", "208 ms", "34.1 MB"):
         assert words in scores and words in log
