@@ -286,6 +286,15 @@ def test_rows_are_copied_16_bytes_at_a_time(facts: list[tuple[int, int, int, str
         assert "prefetch.global.L2" in ptx
 
 
+@needs_triton
+def test_who_loads_does_not_wait_for_slots_between_two_tiles(facts: list[tuple[int, int, int, str]]) -> None:
+    """They are asked for before the wait for room: what is asked for behind the copies makes the next ones late."""
+    for *_, ptx in facts:
+        steps = re.findall(r"(ld\.global|cp\.async\.mbarrier|prefetch|mbarrier\.try_wait)", ptx)
+        ahead = [i for i, step in enumerate(steps) if step == "prefetch" and steps[i - 1] != "prefetch"]
+        assert len(ahead) == 2 and all(steps[i - 1] == "cp.async.mbarrier" for i in ahead)
+
+
 # Answers, on a GPU
 
 
