@@ -17,7 +17,6 @@ from attnlab.checks import describe, one_of, positive, require, same_device, ten
 from attnlab.engines import Engine, engine_for
 from attnlab.grad import without_gradients
 from attnlab.kernels.target import launching_on
-from attnlab.mask import CAUSAL
 from attnlab.memory.pool import KVPool, KVView, compute_dtype
 from attnlab.memory.requests import RequestTable
 from attnlab.memory.rows import read_back
@@ -331,9 +330,9 @@ class AttentionBackend:
         keys, values = _new_tokens(view, lane, q, k, v, spec, read=True)
         out = _rows_for(q, attention, plan) if out is None else out
         keeps = _flag("keeps", keeps) or self.tracer is not None
-        complete = keeps or not lane.schedule.persistent
+        complete, queries = keeps or not lane.schedule.persistent, _asked(plan, spec)
         repeat = None if keeps else lane.repeats.get((self.workspace, attention))
-        if repeat is not None and aux is lse is None and repeat.fits(view, q, out, sinks, keys, values, plan.queries):
+        if repeat is not None and aux is lse is None and repeat.fits(view, q, out, sinks, keys, values, queries):
             if save and k is not None:
                 self.pool.store(spec.pool_layer, lane.write_slots, k, None if view.v_in_k else v)
             self.workspace.complete = complete
@@ -345,7 +344,7 @@ class AttentionBackend:
             spec=attention,
             view=view,
             lane=lane,
-            queries=_asked(plan, spec),
+            queries=queries,
             partials=self._scratch(layer, plan),
             q=q,
             k=keys,
@@ -482,7 +481,7 @@ def _rows_for(q: Tensor, spec: AttentionSpec, plan: ExtendPlan | VerifyPlan) -> 
 
 def _asked(plan: ExtendPlan | VerifyPlan, layer: LayerSpec) -> Queries:
     """Return a layer's queries: a mask speaks of the request's own keys, not of an encoder's."""
-    return replace(plan.queries, mask=CAUSAL) if layer.attention.cross else plan.queries
+    return plan.queries.unmasked if layer.attention.cross else plan.queries
 
 
 def _new_tokens(

@@ -443,15 +443,16 @@ def lens_of(batch: Batch | DraftBatch) -> list[Lens]:
     return [value for value in values if isinstance(value, LENS)]
 
 
-def owned(batch: B, copies: Mapping[int, Tensor]) -> B:
+def owned(batch: B, copies: Mapping[int, Tensor], of_encoder: Mapping[int, Tensor]) -> B:
     """Return the batch in memory of its own, but for a custom mask: a server counts its lengths on in place.
 
-    `copies` are those that there are already, by the `id` of the tensor that each is of.
+    `copies` are those that there are already, by the `id` of the tensor that each is of; of its encoder's
+    `of_encoder`: one tensor may be the lengths of both, and be padded differently.
     """
-    return _copied(batch, copies)
+    return _copied(batch, copies, of_encoder)
 
 
-def _copied(parts: T, copies: Mapping[int, Tensor]) -> T:
+def _copied(parts: T, copies: Mapping[int, Tensor], of_encoder: Mapping[int, Tensor]) -> T:
     """Return a copy of a dataclass with slots whose tensors are copies, also those of lengths and of an encoder in it.
 
     The parts were checked when they were made, and copies are as they are: nothing is looked at again.
@@ -462,8 +463,10 @@ def _copied(parts: T, copies: Mapping[int, Tensor]) -> T:
         if isinstance(value, Tensor):
             copied = copies.get(id(value))
             value = value.clone() if copied is None else copied
-        elif isinstance(value, (*LENS, Encoder)):
-            value = _copied(value, copies)
+        elif isinstance(value, LENS):
+            value = _copied(value, copies, of_encoder)
+        elif isinstance(value, Encoder):
+            value = _copied(value, of_encoder, of_encoder)
         object.__setattr__(copy, name, value)
     return copy
 

@@ -170,4 +170,17 @@ def test_a_goal_that_asks_for_more_than_the_ceiling_says_so() -> None:
     (one,) = outcomes([result], [rate])
     assert one.beyond and one.ceiling == pytest.approx(4.0)
     said = summary([out_of_reach, missed, met, one])
-    assert said.startswith("1 of 4 goals of rows are met; 2 others ask for more than the device's ceiling in their")
+    assert said == "1 of 4 goals of rows are met; beyond the device's ceiling in their run: 2; 0 were not measured"
+
+
+def test_of_runs_that_have_a_row_the_newest_counts_in_whatever_order_they_come() -> None:
+    older, newer = (
+        replace(one, machine=replace(one.machine, when=when))
+        for one, when in (
+            (run("a", {"attnlab": 1.0, "x": 1.0}), "2026-11-30T18:25:00+00:00"),
+            (run("a", {"attnlab": 1.0, "x": 4.0}), "2026-11-30T22:44:00+00:00"),
+        )
+    )
+    for order in ([older, newer], [newer, older]):
+        (one,) = outcomes(order, [OVER])
+        assert one.measured == 0.25

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 import attnlab
 from attnlab._boot import INTERPRETED
 from attnlab.backend import AttentionBackend
-from attnlab.batch import Batch, DecodeBatch, DeviceLens, Encoder, ExtendBatch, HostLens, VerifyBatch
+from attnlab.batch import Batch, DecodeBatch, DeviceLens, Encoder, ExtendBatch, HostLens, Lens, VerifyBatch
 from attnlab.eager import oracle
 from attnlab.inspect.step import Step
 from attnlab.inspect.tree_view import TreeView
@@ -24,6 +25,7 @@ from attnlab.memory.pools.mha import MHAPool
 from attnlab.memory.pools.mla import MLAPool
 from attnlab.memory.pools.unified import UnifiedPool
 from attnlab.memory.requests import RequestTable
+from attnlab.plan.build import Planner
 from attnlab.plan.plans import Lane, Plan, VerifyPlan
 from attnlab.spec import AttentionSpec, LayerSpec, ModelSpec, ScoreMod
 from tests.cases import ENGINES, FP8, device_of, poison
@@ -611,3 +613,24 @@ def test_a_model_knows_its_encoders_layers() -> None:
     model = Stand(TOY.but(layers=4), *ENGINES[0]).model
     assert model.cross == (1, 3) and model.only((0, 2)).cross == ()
     assert str(model.layer(1).attention.sight) == "all keys of an encoder"
+
+
+@pytest.mark.parametrize(("rows", "encoders"), [([0, 1], [2, 99]), ([0, 99], [2, 3])])
+def test_a_batch_and_its_encoder_may_have_one_tensor_of_lengths(
+    rows: list[int], encoders: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are none of the table's are padded, with length 0: of one side alone."""
+
+    def padded(self: Planner, rows: Tensor, lengths: Sequence[Lens]) -> dict[int, Tensor]:
+        lens = [mine.device for mine in lengths]  # as on a device, whose rows the host does not know
+        copies = self.ops.pad(rows, lens, max_requests=self.table.max_requests)
+        return {id(x): copy for x, copy in zip((rows, *lens), copies, strict=True)}
+
+    monkeypatch.setattr(Planner, "_padded", padded)
+    stand = Stand(TOY, "eager", "cpu")
+    lens = DeviceLens(device=torch.tensor([20, 30], dtype=torch.int32), bound_each=40, bound_total=80)
+    encoder = Encoder(rows=torch.tensor(encoders), lens=lens)
+    taken = stand.backend.planner._taken(DecodeBatch(rows=torch.tensor(rows), seq=lens, encoder=encoder))
+    assert taken.encoder is not None
+    for given, found in ((rows, taken.seq), (encoders, taken.encoder.lens)):
+        assert found.device.tolist() == [0 if row == 99 else n for row, n in zip(given, (20, 30), strict=True)]

@@ -1,6 +1,6 @@
 """What an H200 is to reach (`data/goals.json`), held to what runs measured: `attnlab bench --goals RUN.json ...`.
 
-A ratio is taken within one run. Where several runs have a row, the last one that measured it counts.
+A ratio is taken within one run. Where several runs have a row, the newest one that measured it counts.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ def goals() -> list[Wanted]:
 
 def outcomes(results: Sequence[Result], wanted: Sequence[Wanted]) -> list[Outcome]:
     """Return what the runs made of every row of every goal, in the order of the goals."""
-    return [_outcome(results, one, place) for one in wanted for place in range(len(one.rows))]
+    by_age = sorted(results, key=lambda result: result.machine.when)
+    return [_outcome(by_age, one, place) for one in wanted for place in range(len(one.rows))]
 
 
 def summary(found: Sequence[Outcome]) -> str:
@@ -143,7 +144,7 @@ def summary(found: Sequence[Outcome]) -> str:
     met, beyond = (
         sum(map(bool, counted)) for counted in ([one.met for one in measured], [one.beyond for one in found])
     )
-    more = f"; {beyond} others ask for more than the device's ceiling in their run" if beyond else ""
+    more = f"; beyond the device's ceiling in their run: {beyond}" if beyond else ""
     return f"{met} of {len(measured)} goals of rows are met{more}; {len(asked) - len(measured)} were not measured"
 
 

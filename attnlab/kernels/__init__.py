@@ -1,4 +1,4 @@
-"""Triton text and its launchers: launcher and kernel in one file, launcher first.
+"""Triton text and its launchers: launcher and kernel in one file, launcher first where it is a function.
 
 `core.py` and `sweep.py` hold the steps that kernels share, `groups.py` those of kernels in Gluon, for Hopper, whose
 groups of warps go ways of their own; `pairs.py` how pools of 8-bit floats are read, `launch.py` what launchers share.

@@ -296,7 +296,8 @@ def _load(
                 _copy(right.index(b), rows, HALF, HALF)
                 _copy(rest.index(b), rows, 2 * HALF, REST)
                 hopper.async_copy.mbarrier_arrive(right_full.index(b), increment_count=False)
-                # There is no room yet for the next tile, but in the L2 cache, from where it will come sooner.
+                # There is no room yet for the next tile, but in the L2 cache, from where it will come sooner: eight
+                # lines of each row, one a thread; the ninth, its last columns, would take a second step.
                 ahead = _rows(k_head_ptr, slots, k_strides, PAGE_SIZE, NARROW)
                 ahead = gl.convert_layout(ahead, gl.SliceLayout(1, LINES))[:, None] + line[None, :]
                 gl.inline_asm_elementwise(
@@ -400,7 +401,8 @@ def _attend(
             pair += 1
         hopper.mbarrier.arrive(q_free, count=1)
 
-        # Both sides' sums. There is room for two segments': a side may be one ahead of the other.
+        # Both sides' sums. There is room for two segments': a side may be one ahead of the other, and no more, as no
+        # program has a segment without keys (`Schedule.validate`) and a pair of tiles is weighed by both.
         sums.index(turn * 2 + SIDE).store(running_sum)
         hopper.mbarrier.arrive(summed.index(SIDE), count=1)
         hopper.mbarrier.wait(summed.index(1 - SIDE), turn)

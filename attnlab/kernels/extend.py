@@ -90,7 +90,14 @@ def extend(call: ExtendCall, *, target: Target) -> None:
         view=view,
         target=target,
         q_dtype=call.q.dtype,
-        most=None if call.batch_invariant else queries.most,
+        config=ExtendConfig.choose(  # numbers of queries are many, choices few: what is known is found by these
+            spec,
+            target,
+            compute=compute_dtype(call.q.dtype, view.k.dtype),
+            kv_dtype=view.k.dtype,
+            masked=queries.bits is not None,
+            most=None if call.batch_invariant else queries.most,
+        ),
         masked=queries.bits is not None,
         cached_visible=queries.cached_visible,
         ordered=queries.ordered,
@@ -109,7 +116,7 @@ def extend_constants(
     view: KVView,
     target: Target,
     q_dtype: torch.dtype,
-    most: int | None,
+    config: ExtendConfig,
     masked: bool,
     cached_visible: bool,
     ordered: bool,
@@ -120,7 +127,6 @@ def extend_constants(
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the kernel's compile-time arguments and launch options: all that a compiled variant depends on."""
     compute = compute_dtype(q_dtype, view.k.dtype)
-    config = ExtendConfig.choose(spec, target, compute=compute, kv_dtype=view.k.dtype, masked=masked, most=most)
     constants: dict[str, Any] = {
         "HEADS": spec.heads,
         "GROUP": spec.group,

@@ -17,7 +17,8 @@ from attnlab._triton import gl, gluon_jit, tl
 WARPS = 4
 """Warps of a group: those that issue an instruction of Hopper's tensor cores together."""
 STEP = 16
-"""What a tensor's address and strides are multiples of, so that the compiler knows that 16 bytes may be copied."""
+"""What divides a tensor's address, in bytes, and its strides, in numbers, where Triton copies 16 bytes at a time: of an
+integer it knows no other divisor."""
 HALVES = (torch.float16, torch.bfloat16)
 
 COPYING: Any = None

@@ -52,8 +52,8 @@ STAGES = 5
 if gl is not None:
     ROWS_A_TILE = tl.constexpr(MOST_ROWS)
     # Warps of the group that loads, and a thread's registers there; those that attend have what is left.
-    OTHER_WARPS = tl.constexpr([WARPS])
-    OTHER_REGISTERS = tl.constexpr([80])
+    OTHERS_WARPS = tl.constexpr([WARPS])
+    OTHERS_REGISTERS = tl.constexpr([80])
 
 
 def is_for(spec: AttentionSpec, view: KVView, *, q_dtype: torch.dtype, rows: int) -> bool:
@@ -237,8 +237,8 @@ def _verify_shares_hopper_kernel(
                 ),
             ),
         ],
-        OTHER_WARPS,
-        OTHER_REGISTERS,
+        OTHERS_WARPS,
+        OTHERS_REGISTERS,
     )
     if PDL:
         release_dependents()

@@ -97,10 +97,9 @@ class Planner:
 
     def _taken(self, batch: B) -> B:
         """Return the batch in memory of its own. Rows on the device that are none of the table's become padding."""
-        copies = self._padded(batch.rows, lens_of(batch))
-        if not isinstance(batch, DraftBatch) and batch.encoder is not None:
-            copies |= self._padded(batch.encoder.rows, [batch.encoder.lens])
-        return owned(batch, copies)
+        encoder = None if isinstance(batch, DraftBatch) else batch.encoder
+        of_encoder: dict[int, Tensor] = {} if encoder is None else self._padded(encoder.rows, [encoder.lens])
+        return owned(batch, self._padded(batch.rows, lens_of(batch)), of_encoder)
 
     def _padded(self, rows: Tensor, lengths: Sequence[Lens]) -> dict[int, Tensor]:
         """Return copies of rows on the device and of their lengths, by the tensor that each is of; of others none."""

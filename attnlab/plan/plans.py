@@ -6,7 +6,7 @@ Reference: ForwardMetadata, whose sixteen fields of which up to nine are empty a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from attnlab.arguments import Arguments, Names
 from attnlab.batch import Batch, DecodeBatch, ExtendBatch, Lens, VerifyBatch
 from attnlab.checks import require, tensor
-from attnlab.mask import CustomMask, Mask
+from attnlab.mask import CAUSAL, CustomMask, Mask
 from attnlab.plan.explain import Query, Reading, check_query, mask_row, reading
 from attnlab.plan.layout import KVLayout, together
 from attnlab.plan.schedule import Schedule
@@ -195,6 +195,11 @@ class Queries:
         """What kernels are told of them; where no mask is read any tensor stands for its entries."""
         bits = self.positions if self.bits is None else self.bits
         return Arguments(QUERIES, (self.indptr, self.positions, bits, self.mask_indptr), free=(bits.shape[0],))
+
+    @cached_property
+    def unmasked(self) -> Queries:
+        """The same without a custom mask, which speaks of a request's own keys: as an encoder's are seen."""
+        return replace(self, mask=CAUSAL)
 
     @property
     def bits(self) -> Tensor | None:

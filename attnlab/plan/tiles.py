@@ -42,7 +42,7 @@ def shares_tile(layers: Sequence[AttentionSpec], *, mla: bool, kv_dtype: torch.d
     HEAD_TILE, over keys in half precision: of FEWEST_COLUMNS up to NARROW_DIM columns, or latent rows of at most
     MOST_LATENT_DIM, whose main columns, the highest power of two, are the values (512 of 576). HEAD_TILE heads suffice
     over LATENT_ROW without a cap or temperature: three quarters of a tile are empty then, and the kernel for such rows
-    is still the faster one. Not under a modifier: what it needs of a multiprocessor is its own affair, and such a tile
+    is no slower for it. Not under a modifier: what it needs of a multiprocessor is its own affair, and such a tile
     leaves little.
 
     >>> deepseek = AttentionSpec(heads=128, kv_heads=1, qk_dim=576, v_dim=512, scale=0.07)

@@ -9,6 +9,7 @@ from attnlab.inspect.resources.shapes import FOR_HOPPER, Shape
 from attnlab.kernels import extend, extend_hopper, verify, verify_shares, verify_shares_hopper
 from attnlab.kernels.launch import stored
 from attnlab.kernels.target import Target
+from attnlab.memory.pool import compute_dtype
 
 NEW_ALONE = " of new keys alone"
 """Added to the names of variants whose mask leaves cached keys alone."""
@@ -18,12 +19,13 @@ def extend_variant(
     shape: Shape, target: Target, *, one_pass: bool = False, most: int | None = None, cached_visible: bool = False
 ) -> Variant:
     """Return an extend, as its launcher would compile it."""
+    dtypes = {"compute": compute_dtype(shape.dtype, shape.kv_dtype), "kv_dtype": shape.kv_dtype}
     constants, options = extend.extend_constants(
         spec=shape.spec(),
         view=shape.view(),
         target=target,
         q_dtype=shape.dtype,
-        most=most,
+        config=extend.ExtendConfig.choose(shape.spec(), target, **dtypes, masked=shape.masked, most=most),
         masked=shape.masked,
         cached_visible=cached_visible,
         ordered=not shape.masked,
