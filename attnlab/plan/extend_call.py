@@ -28,7 +28,7 @@ from attnlab.plan.workspace import Partials
 from attnlab.spec import AttentionSpec
 
 Parts = Literal["all", "cached", "new"]
-CALL = Names(
+SEVERAL = Names(
     pointers=("q_ptr", "k_new_ptr", "v_new_ptr", "out_ptr", "lse_ptr", "sinks_ptr", "aux_ptr"),
     numbers=(
         "scale",
@@ -193,7 +193,7 @@ def _arguments(call: ExtendCall | VerifyCall) -> Arguments:
     strides = [step for x in (q, k, v, call.out, lse, aux) for step in x.stride()[:2]]
     rows = call.queries.most * spec.group
     return Arguments(
-        CALL,
+        SEVERAL,
         (q, k, v, call.out, lse, sinks, aux),
         (*scales, *strides, aux.shape[2]),
         (rows, sight.window or 0, sight.chunk or 0),

@@ -29,9 +29,9 @@ QUERIES = Names(
     pointers=("q_indptr_ptr", "positions_ptr", "bits_ptr", "mask_indptr_ptr"),
     free=("num_bits",),
 )
-LISTS = ("slots_ptr", "indptr_ptr", "start_ptr", "start_visible_ptr")
-EXTEND_LANE = Names(pointers=LISTS)
-LANE = Names(pointers=(*LISTS, "segments_ptr", "programs_ptr", "merge_indptr_ptr"), free=("requests",))
+OF_LISTS = ("slots_ptr", "indptr_ptr", "start_ptr", "start_visible_ptr")
+EXTEND_LANE = Names(pointers=OF_LISTS)
+LANE = Names(pointers=(*OF_LISTS, "segments_ptr", "programs_ptr", "merge_indptr_ptr"), free=("requests",))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -67,7 +67,6 @@ def variants(target: Target) -> Iterator[Variant]:
             yield shares_variant(shape, target, head_tile=LARGE_TILE)
         yield shares_variant(SHORT, target, held=8, uncut=True)
         yield shares_variant(GQA, target, keeps=True)
-        yield split_variant(GQA, target, timed=True)
         for shape in LATENT:
             yield latent_variant(shape, target)
         for shape in (MLA, MLA_PAGES):
