@@ -176,8 +176,11 @@ def _decode_latent_hopper_kernel(
         hopper.mbarrier.init(weighed.index(b), count=1)
         hopper.mbarrier.init(summed.index(b), count=1)
 
-    # 3. Each group its own way. Tuples are written where they are given: one that has a name forgets its constants.
+    # 3. Each group its own way. Tuples of numbers are written where they are given: a named one forgets constants.
     tiles = (q, q_rest, left, right, rest)
+    schedule = (segments_ptr, programs_ptr, merge_indptr_ptr)
+    states = (acc_ptr, max_ptr, sum_ptr)
+    written = (sinks_ptr, out_ptr, lse_ptr)
     gl.warp_specialize(
         [
             (
@@ -187,9 +190,9 @@ def _decode_latent_hopper_kernel(
                     tiles,
                     (maxima, sums),
                     (q_full, q_free, left_full, right_full, left_free, weighed, summed),
-                    (segments_ptr, programs_ptr, merge_indptr_ptr),
-                    (acc_ptr, max_ptr, sum_ptr),
-                    (sinks_ptr, out_ptr, lse_ptr),
+                    schedule,
+                    states,
+                    written,
                     (scale, v_scale),
                     (out_stride_token, out_stride_head, lse_stride_token, lse_stride_head),
                     KV_HEADS,
@@ -206,9 +209,9 @@ def _decode_latent_hopper_kernel(
                     tiles,
                     (maxima, sums),
                     (q_full, q_free, left_full, right_full, right_free, weighed, summed),
-                    (segments_ptr, programs_ptr, merge_indptr_ptr),
-                    (acc_ptr, max_ptr, sum_ptr),
-                    (sinks_ptr, out_ptr, lse_ptr),
+                    schedule,
+                    states,
+                    written,
                     (scale, v_scale),
                     (out_stride_token, out_stride_head, lse_stride_token, lse_stride_head),
                     KV_HEADS,
