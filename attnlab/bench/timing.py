@@ -19,6 +19,8 @@ TURN_US = 10_000.0
 CHAIN_US, MOST_CHAINED = 400.0, 20
 """A shorter call is captured several times into one graph, so often at most, that a replay takes about so long: to
 launch a graph costs some microseconds, which are not the call's. A server's graph holds all layers of a step, too."""
+LAYERS = 20
+"""Calls behind each other that the host's side is timed by, as a step's layers make them."""
 SWEPT_BYTES = 256 << 20
 """Read before a cold replay: more than any L2 cache holds."""
 
@@ -98,9 +100,12 @@ class _Waited:
 
 
 class HostTimer:
-    """The host's clock until a call returns. The device is idle when it begins, and may be busy when it returns."""
+    """The host's clock until a call returns, in the mean of calls behind each other: those of a step's layers.
 
-    name, rounds = "host's clock, the device being idle at first", ROUNDS
+    The device is idle before the first, and busy with it when the others are launched: none waits for it.
+    """
+
+    name, rounds = f"host's clock, {LAYERS} calls behind each other, the device being idle at first", ROUNDS
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -116,12 +121,13 @@ class _Returned:
 
     def repeat(self, *, cold: bool) -> list[float]:
         times = []
-        for _ in range(MOST_REPLAYS):
+        for _ in range(ROUNDS):
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             begin = time.perf_counter()
-            self.answer = self.call()
-            times.append((time.perf_counter() - begin) * 1e6)
+            for _ in range(LAYERS):
+                self.answer = self.call()
+            times.append((time.perf_counter() - begin) * 1e6 / LAYERS)
         return times
 
 

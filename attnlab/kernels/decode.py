@@ -176,7 +176,8 @@ class MergeTiles:
             # A long request among short ones has many partials all the same: what comes next is loaded ahead.
             num_stages = 3
             if ranges <= 8:
-                block_s, num_warps = max(4, 1024 // block_v), 1
+                # Small programs, so that a multiprocessor holds all that it is given, and none waits for another's end.
+                block_s, num_warps = 4, 1
         of_dim = padded(spec.v_dim) // block_v
         most = max(1, MERGERS * target.multiprocessors // (spec.group * of_dim))
         each = 1 << (-(-owners // most) - 1).bit_length() if persistent else 1
