@@ -193,7 +193,7 @@ def measured(mode: str) -> Picture:
     return show(load(data_path(f"h200/{mode}.json")))
 
 
-RECORDED = ("decode", "verify", "verify_flashinfer", "extend", "unified", "curves", "hooks", "host")
+RECORDED = ("decode", "verify", "extend", "curves", "hooks", "host")
 """Runs of `data/h200` that have a picture."""
 PICTURES: dict[str, Callable[[], Picture]] = {
     "split_schedule": split_schedule,

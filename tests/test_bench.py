@@ -29,6 +29,7 @@ from attnlab.bench.patience import Patience
 from attnlab.bench.peer import Call, Peer, Setting, peer, peers
 from attnlab.bench.peers.flashinfer import FlashInfer, _paged
 from attnlab.bench.peers.sglang import FILES, Kernels, Sglang
+from attnlab.bench.recording import TIMES
 from attnlab.bench.result import Ceilings, Goal, Machine, NotTimed, Result, Row, Timed
 from attnlab.bench.run import run
 from attnlab.bench.timing import Held, WallTimer
@@ -40,6 +41,7 @@ from attnlab.bench_command import faults as command_faults
 from attnlab.bench_report import declined, row_lines
 from attnlab.cli import main
 from attnlab.compat import sglang as sglang_names
+from attnlab.plots.picture import Picture
 from attnlab.plots.style import THEMES
 from attnlab.spec import ModelSpec
 from tests.test_plots import faults
@@ -589,6 +591,29 @@ def test_a_curve_that_hardly_rises_has_an_axis_to_read_it_by() -> None:
     rows = tuple(replace(row, group="curve-pages", x=float(row.name.rpartition("-")[2])) for row in flat.rows)
     (ax,) = (ax for ax in attnlab.show(replace(flat, rows=rows)).figure("light").axes if ax.get_xlabel())
     assert ax.get_yticks().tolist() == [0.5, 1.0, 2.0]
+
+
+def test_what_recording_costs_has_an_axis_to_read_it_by() -> None:
+    one = result({"a": 2.0, "b": 2.0})
+
+    def shown(us: float) -> Picture:
+        times = (Timed(peer=TIMES, median_us=x, low_us=x, high_us=x, error=0.0) for x in (1.99, us))
+        rows = [
+            replace(row, group="hooks", timed=(*row.timed, recorded))
+            for row, recorded in zip(one.rows, times, strict=True)
+        ]
+        return attnlab.show(replace(one, rows=tuple(rows)))
+
+    for us, title, ends in (
+        (2.03, "Recording costs a decode at most 1.5%, closed or open", (0.9, 1.1)),
+        (3.0, "Recording costs a decode at most 50.0%, closed or open", (1 / 32, 4)),
+    ):
+        picture = shown(us)
+        assert picture.title == title
+        (ax,) = (ax for ax in picture.figure("light").axes if ax.get_xlabel() == "attnlab's time over the peer's")
+        assert tuple(ax.get_xticks()[[0, -1]]) == ends
+    attnlab_alone = attnlab.show(replace(one, rows=tuple(replace(row, group="hooks") for row in one.rows)))
+    assert attnlab_alone.title.startswith("attnlab reaches up to")
 
 
 def test_a_picture_of_rows_says_on_how_many_attnlab_is_the_fastest() -> None:

@@ -41,19 +41,21 @@ def found_in(*names: str) -> dict[tuple[str, str], Outcome]:
 
 
 def test_recorded_runs_are_held_to_the_goals() -> None:
-    found = found_in("decode", "verify", "extend", "unified")
-    assert found["decode-64x4k", "time over sglang"].verdict == "met by 8.3%"
-    assert found["decode-64x4k", "TB/s"].verdict == "missed by 1.3%"
-    assert found["decode-1x8k", "time over sglang"].verdict == "met by 11.4%"
+    found = found_in("decode", "verify", "extend")
+    assert found["decode-64x4k", "time over sglang"].verdict == "met by 10.8%"
+    assert found["decode-64x4k", "TB/s"].verdict == "met by 1.5%"
+    assert found["decode-1x8k", "time over sglang"].verdict == "met by 11.0%"
     assert found["extend-1x8k", "TFLOP/s"].verdict == "met by 14.9%"
     twin = found["decode-64x4k-fp8", "token rate over the row beside it"]
-    assert (twin.met, round(twin.measured or 0, 3)) == (True, 1.869)
+    assert (twin.met, round(twin.measured or 0, 3)) == (True, 1.868)
     one_pass = found["unified-1x8k", "token rate over the row beside it"]
-    assert (one_pass.met, one_pass.verdict) == (None, "not measured: the run has no time of extend-1x8k")
+    assert (one_pass.met, one_pass.verdict, round(one_pass.measured or 0, 3)) == (None, "not the moonshot", 0.938)
+    alone = found["decode-64x4k-192-128", "time over flashinfer-fa2 or flashinfer-fa3"]
+    assert alone.verdict.startswith("not measured: ")
     assert found["decode-random", "time over sglang"].beyond and not found["decode-1x8k", "time over sglang"].beyond
     best = found["verify-64x4+4k", "time over sglang-best"]
-    assert best.beyond and best.verdict == "missed by 30.1%, by the ceiling too (0.2647)"
-    assert found["verify-64x8+4k-tree", "TB/s"].verdict == "missed by 4.0%"
+    assert best.beyond and best.verdict == "missed by 23.8%, by the ceiling too (0.2548)"
+    assert found["verify-64x8+4k-tree", "TB/s"].verdict == "met by 6.0%"
     assert found["hooks-64x4k-seed", f"{TIMES}'s time over attnlab"].measured is None
 
 

@@ -45,7 +45,7 @@ def test_a_row_for_each_policy_has_every_way_that_runs_here(tmp_path: Any) -> No
         assert all(one.median_us > 0 and one.error < 1e-4 for one in row.timed)
         assert all(one.variant.endswith(" us with all of the host's part") for one in row.timed)
     picture = attnlab.show(result)
-    assert picture.title.startswith("attnlab reaches up to ") and "hooks-small-seed" in picture.alt
+    assert picture.title.startswith("Recording costs a decode at most ") and "hooks-small-seed" in picture.alt
     result.save(tmp_path / "hooks.json")
     assert bench.load(tmp_path / "hooks.json") == result
 

@@ -38,9 +38,10 @@ ROW, HALF = 0.215, 0.32
 """Inches of a row; half of a bar, as a share of it."""
 KEY, AXIS = 0.30, 0.46
 """Inches of the row that names peers, and of the axes' words."""
-LOW, HIGH = 1 / 32, 4.0
-"""Ratios beyond are drawn at the edge."""
 TICKS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0)
+"""Of ratios; what lies beyond is drawn at the edge."""
+CLOSE = (0.9, 0.95, 1.0, 1.05, 1.1)
+"""Those of a run whose ratios all lie between: what recording costs."""
 FULL = 1.1
 SHORT = 0.15
 """Shares of the ceiling whose bar is too short for its number."""
@@ -124,18 +125,23 @@ def _bars(ax: Axes, lengths: Sequence[float], theme: Theme, *, top: float) -> No
 
 def _marks(ax: Axes, rows: Sequence[Row], peers: Sequence[str], theme: Theme) -> None:
     """Draw a mark for each peer of each row, on a logarithmic axis."""
+    every = [ratios(row) for row in rows]
+    there = [ratio for mine in every for peer, ratio in mine.items() if peer in peers]
+    ticks = CLOSE if there and CLOSE[0] <= min(there) and max(there) <= CLOSE[-1] else TICKS
+    low, high = ticks[0], ticks[-1]
+    margin = (high / low) ** 0.02
     ax.set_xscale("log", base=2)
-    ax.set(xlim=(LOW / 1.1, HIGH * 1.1), ylim=(len(rows), 0), xlabel="attnlab's time over the peer's")
-    ax.xaxis.set_major_locator(FixedLocator(TICKS))
+    ax.set(xlim=(low / margin, high * margin), ylim=(len(rows), 0), xlabel="attnlab's time over the peer's")
+    ax.xaxis.set_major_locator(FixedLocator(ticks))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if x >= 1 else f"1/{1 / x:g}"))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"1/{1 / x:g}" if x <= 0.5 else f"{x:g}"))
     ax.yaxis.set_major_locator(NullLocator())
-    ax.hlines(np.arange(len(rows)) + 0.5, LOW, HIGH, color=theme.rule, linewidth=0.5, zorder=0)
+    ax.hlines(np.arange(len(rows)) + 0.5, low, high, color=theme.rule, linewidth=0.5, zorder=0)
     ax.axvline(1.0, color=theme.accent, linewidth=1.0, zorder=1)
     for number, peer in enumerate(peers):
-        found = [(ratios(row)[peer], i + 0.5) for i, row in enumerate(rows) if peer in ratios(row)]
+        found = [(mine[peer], i + 0.5) for i, mine in enumerate(every) if peer in mine]
         if found:
-            x = np.clip([ratio for ratio, _ in found], LOW, HIGH)
+            x = np.clip([ratio for ratio, _ in found], low, high)
             marker, color = _look(number, theme)
             filled = color if number < len(MARKERS) else theme.paper
             ax.plot(
