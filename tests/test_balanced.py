@@ -283,19 +283,21 @@ def test_many_ranges_of_wide_values_are_merged_a_few_columns_at_a_time(engine: s
 def test_tiles_of_the_merge_follow_the_number_of_ranges() -> None:
     wide, target = MLA.spec(), Target(kind="cuda", arch=90)
     for ranges, tiles in {1: (4, 512, 1), 4: (4, 512, 1), 8: (8, 512, 1), 21: (32, 128, 4), 66: (64, 64, 8)}.items():
-        made = merge_constants(spec=wide, target=target, has_lse=False, persistent=True, ranges=ranges, owners=8)
+        made, _ = merge_constants(spec=wide, target=target, has_lse=False, persistent=True, ranges=ranges, owners=8)
         assert (made["BLOCK_S"], made["BLOCK_V"], made["DIM_TILES"]) == tiles
     for spec, persistent in ((wide, False), (GQA.spec(), True)):
-        made = merge_constants(spec=spec, target=target, has_lse=False, persistent=persistent, ranges=66, owners=8)
+        made, _ = merge_constants(spec=spec, target=target, has_lse=False, persistent=persistent, ranges=66, owners=8)
         assert made["DIM_TILES"] == 1
     stages = {
         (persistent, ranges): merge_constants(
             spec=GQA.spec(), target=target, has_lse=False, persistent=persistent, ranges=ranges, owners=8
-        )["STAGES"]
+        )[0]["STAGES"]
         for persistent in (False, True)
         for ranges in (1, 66)
     }
     assert stages == {(False, 1): 1, (False, 66): 1, (True, 1): 3, (True, 66): 3}
+    few, small = merge_constants(spec=GQA.spec(), target=target, has_lse=False, persistent=True, ranges=8, owners=8)
+    assert (few["BLOCK_S"], few["BLOCK_V"], small["num_warps"]) == (4, 128, 1)
 
 
 def test_wide_offsets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

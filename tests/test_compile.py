@@ -116,6 +116,20 @@ def test_times_cost_a_multiprocessor_none_of_its_programs(compiling: dict[str, s
     assert timed == plain
 
 
+MERGES = """
+from attnlab.inspect import resources
+from attnlab.inspect.resources.one_query import merge_variant
+for shape in (resources.GQA, resources.NARROW):
+    print(resources.compile_variant(merge_variant(shape, resources.TARGETS["sm_90"], shared_ranges=2), "sm_90").shared)
+"""
+
+
+def test_all_programs_of_a_merge_of_few_ranges_run_at_a_time(compiling: dict[str, str]) -> None:
+    """32 programs are the most that a multiprocessor holds; of its 228 KB each takes one beside its own."""
+    done = subprocess.run([sys.executable, "-c", MERGES], env=compiling, capture_output=True, text=True, check=True)
+    assert all(0 < (int(shared) + 1024) * 32 <= 228 * 1024 for shared in done.stdout.split()), done.stdout
+
+
 SERIALIZED = """
 from attnlab.inspect import resources
 models = ("(Llama-3)", "(Gemma)", "(DeepSeek-V3)")

@@ -22,7 +22,7 @@ from attnlab.bench.ceilings import ceilings
 from attnlab.bench.inputs import Inputs
 from attnlab.bench.launches import launched
 from attnlab.bench.peer import Setting, one_line
-from attnlab.bench.result import FIRST, NotTimed, Result, Row, Timed
+from attnlab.bench.result import FIRST, RECORDINGS, NotTimed, Result, Row, Timed
 from attnlab.bench.run import machine, release, shape_of
 from attnlab.bench.timing import GraphTimer, Timing, WallTimer
 from attnlab.bench.truth import Truth, WrongResult
@@ -127,7 +127,7 @@ def _row(work: Workload, policy: str, setting: Setting, watch: Watch) -> Row:
     return Row(
         name=f"hooks-{work.name.removeprefix('decode-')}-{policy}",
         mode="decode",
-        group="hooks",
+        group=RECORDINGS,
         shape=shape_of(work),
         kv_bytes=work.kv_bytes,
         flops=work.flops,

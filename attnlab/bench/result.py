@@ -16,6 +16,8 @@ from attnlab.files import write_whole
 
 FIRST = "attnlab"
 """The peer that the others are held to: its time over theirs."""
+RECORDINGS = "hooks"
+"""The group of rows that hold a decode's time while it is recorded, and after, beside its own."""
 FORMAT = "attnlab bench 1"
 Reason = Literal["declined", "wrong", "failed"]
 

@@ -188,13 +188,13 @@ class MergeTiles:
 
 def merge_constants(
     *, spec: AttentionSpec, target: Target, has_lse: bool, persistent: bool, ranges: int, owners: int
-) -> dict[str, Any]:
-    """Return the merge kernel's compile-time arguments; under a `persistent` schedule lone partials are answers.
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the merge kernel's compile-time arguments and launch options; `persistent`: lone partials are answers.
 
     `ranges` and `owners` as `MergeTiles` counts with them.
     """
     tiles = MergeTiles.choose(spec, target, persistent=persistent, ranges=ranges, owners=owners)
-    return _merge_variant(spec=spec, target=target, has_lse=has_lse, persistent=persistent, tiles=tiles)[0]
+    return _merge_variant(spec=spec, target=target, has_lse=has_lse, persistent=persistent, tiles=tiles)
 
 
 def _merge_variant(

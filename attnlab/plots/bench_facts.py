@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnlab.bench.result import FIRST, Goal, Result, Row
+from attnlab.bench.result import FIRST, RECORDINGS, Goal, Result, Row
 from attnlab.plots.words import plural, share, times
 
 MOST_ROWS = 48
-RECORDINGS = "hooks"
-"""The group of rows that hold a decode's time while it is recorded beside its own."""
 
 
 def ratios(row: Row) -> dict[str, float]:

@@ -12,6 +12,7 @@ from attnlab.inspect.resources.compiling import ttgir as ttgir
 from attnlab.inspect.resources.shapes import FOR_HOPPER as FOR_HOPPER
 from attnlab.inspect.resources.shapes import GQA as GQA
 from attnlab.inspect.resources.shapes import MLA as MLA
+from attnlab.inspect.resources.shapes import NARROW as NARROW
 from attnlab.inspect.resources.shapes import TARGETS as TARGETS
 from attnlab.inspect.resources.table import TABLE as TABLE
 from attnlab.inspect.resources.variants import variants as variants

@@ -7,7 +7,7 @@ import torch
 from attnlab.inspect.resources.compiling import Variant
 from attnlab.inspect.resources.shapes import FOR_HOPPER, Shape
 from attnlab.kernels import decode, decode_latent, decode_latent_hopper, decode_shares, scores
-from attnlab.kernels.launch import merge_options, stored
+from attnlab.kernels.launch import stored
 from attnlab.kernels.target import Target
 from attnlab.plan.tiles import HEAD_TILE
 
@@ -106,12 +106,13 @@ def merge_variant(shape: Shape, target: Target, *, shared_ranges: int | None = N
     """Return a decode's merge, as its launcher would compile it."""
     shared = shared_ranges is not None
     names = ("acc_ptr", "max_ptr", "sum_ptr", "sinks_ptr", "lse_ptr")
+    constants, options = decode.merge_constants(
+        spec=shape.spec(), target=target, has_lse=True, persistent=shared, ranges=shared_ranges or 1, owners=64
+    )
     return Variant(
         name=f"merge{f' of shares, {shared_ranges} a request' * shared}: {shape.name}",
         kernel=decode._decode_merge_kernel,
         pointers={**dict.fromkeys(names, torch.float32), "out_ptr": shape.dtype},
-        constants=decode.merge_constants(
-            spec=shape.spec(), target=target, has_lse=True, persistent=shared, ranges=shared_ranges or 1, owners=64
-        ),
-        options=merge_options(target, num_warps=2),
+        constants=constants,
+        options=options,
     )
