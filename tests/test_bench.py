@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from time import monotonic, sleep
 from typing import Any
 
@@ -32,7 +33,7 @@ from attnlab.bench.peers.sglang import FILES, Kernels, Sglang
 from attnlab.bench.recording import TIMES
 from attnlab.bench.result import Ceilings, Goal, Machine, NotTimed, Result, Row, Timed
 from attnlab.bench.run import run
-from attnlab.bench.timing import Held, WallTimer
+from attnlab.bench.timing import LAYERS, Held, HostTimer, WallTimer
 from attnlab.bench.truth import SPREAD, looked_at
 from attnlab.bench.warm import compile_for, warm
 from attnlab.bench.workload import Workload
@@ -471,6 +472,13 @@ def test_runs_that_have_nothing_in_common_are_not_compared() -> None:
         compare_runs(result({"a": 1.0}), result({"b": 1.0}))
 
 
+def test_runs_of_two_clocks_are_not_compared() -> None:
+    before = result({"a": 1.0})
+    after = replace(before, machine=replace(before.machine, timer="another"))
+    with pytest.raises(ValueError, match="compare: the runs have two clocks, 'once' and 'another'"):
+        compare_runs(before, after)
+
+
 def test_a_goal_is_more_than_nothing() -> None:
     with pytest.raises(ValueError, match="goal: expected more than 0 or None, got 0"):
         Goal(name="plan", measured=1.0, goal=0.0, unit="ms")
@@ -593,13 +601,20 @@ def test_a_curve_that_hardly_rises_has_an_axis_to_read_it_by() -> None:
     assert ax.get_yticks().tolist() == [0.5, 1.0, 2.0]
 
 
+def test_a_call_of_the_host_is_timed_in_the_mean_of_a_steps() -> None:
+    calls: list[None] = []
+    samples = HostTimer(torch.device("cpu")).hold(lambda: calls.append(sleep(1e-3))).repeat(cold=False)
+    assert len(calls) == LAYERS * len(samples)
+    assert 1_000 <= median(samples) < 10_000
+
+
 def test_what_recording_costs_has_an_axis_to_read_it_by() -> None:
     one = result({"a": 2.0, "b": 2.0})
 
     def shown(us: float) -> Picture:
         times = (Timed(peer=TIMES, median_us=x, low_us=x, high_us=x, error=0.0) for x in (1.99, us))
         rows = [
-            replace(row, group="hooks", timed=(*row.timed, recorded))
+            replace(row, group="hooks", timed=(*row.timed, recorded), not_timed=())
             for row, recorded in zip(one.rows, times, strict=True)
         ]
         return attnlab.show(replace(one, rows=tuple(rows)))
@@ -612,6 +627,14 @@ def test_what_recording_costs_has_an_axis_to_read_it_by() -> None:
         assert picture.title == title
         (ax,) = (ax for ax in picture.figure("light").axes if ax.get_xlabel() == "attnlab's time over the peer's")
         assert tuple(ax.get_xticks()[[0, -1]]) == ends
+    declined = NotTimed(peer="attnlab-partials", reason="declined", why="no room")
+    rows = [
+        replace(row, group="hooks", not_timed=(declined,), timed=(*row.timed, replace(row.timed[0], peer=TIMES)))
+        for row in one.rows
+    ]
+    assert (
+        attnlab.show(replace(one, rows=tuple(rows))).title == "Recording costs a decode at most 0.0%, of what was timed"
+    )
     attnlab_alone = attnlab.show(replace(one, rows=tuple(replace(row, group="hooks") for row in one.rows)))
     assert attnlab_alone.title.startswith("attnlab reaches up to")
 

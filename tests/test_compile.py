@@ -124,8 +124,8 @@ for shape in (resources.GQA, resources.NARROW):
 """
 
 
-def test_all_programs_of_a_merge_of_few_ranges_run_at_a_time(compiling: dict[str, str]) -> None:
-    """32 programs are the most that a multiprocessor holds; of its 228 KB each takes one beside its own."""
+def test_programs_of_a_merge_of_few_ranges_take_little_room(compiling: dict[str, str]) -> None:
+    """They are launched while a split's hold most of a multiprocessor's 228 KB: 32 of them fit, of one KB more each."""
     done = subprocess.run([sys.executable, "-c", MERGES], env=compiling, capture_output=True, text=True, check=True)
     assert all(0 < (int(shared) + 1024) * 32 <= 228 * 1024 for shared in done.stdout.split()), done.stdout
 

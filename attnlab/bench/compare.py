@@ -61,8 +61,13 @@ class RunComparison:
 def compare_runs(before: Result, after: Result) -> RunComparison:
     """Return what changed between two runs, in the order of the later one.
 
-    Raises ValueError where they have no time in common, or measured one thing in two units.
+    Raises ValueError where they have no time in common, or measured one thing in two units, or by two clocks.
     """
+    clocks = before.machine.timer, after.machine.timer
+    require(
+        clocks[0] == clocks[1],
+        f"compare: the runs have two clocks, {clocks[0]!r} and {clocks[1]!r}; run both again with one version",
+    )
     early, late = _times(before), _times(after)
     require(
         bool(early.keys() & late.keys()),

@@ -1,7 +1,6 @@
 """What a step takes of the host beside a GPU, its plan and an eager call of a layer: `attnlab bench --host`.
 
-The device is idle when the first of a step's calls begins, and busy with it while the others are made, so that nothing
-is waited for: what is left are Python and launches.
+The device is idle when the first of a step's calls begins, and never waited for: what is left are Python and launches.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ CHAIN_US, MOST_CHAINED = 400.0, 20
 """A shorter call is captured several times into one graph, so often at most, that a replay takes about so long: to
 launch a graph costs some microseconds, which are not the call's. A server's graph holds all layers of a step, too."""
 LAYERS = 20
-"""Calls behind each other that the host's side is timed by, as a step's layers make them."""
+"""Calls, one after another, that the host's side is timed by, as a step's layers make them."""
+STEPS = 5
+"""Steps of so many calls in a turn of the host's clock."""
 SWEPT_BYTES = 256 << 20
 """Read before a cold replay: more than any L2 cache holds."""
 
@@ -100,12 +102,12 @@ class _Waited:
 
 
 class HostTimer:
-    """The host's clock until a call returns, in the mean of calls behind each other: those of a step's layers.
+    """The host's clock until a call returns, in the mean of a step's calls, one after another.
 
-    The device is idle before the first, and busy with it when the others are launched: none waits for it.
+    The device is idle when the first begins, and never waited for.
     """
 
-    name, rounds = f"host's clock, {LAYERS} calls behind each other, the device being idle at first", ROUNDS
+    name, rounds = f"host's clock; calls: the mean of {LAYERS}, one after another; plans: alone", ROUNDS
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -121,7 +123,7 @@ class _Returned:
 
     def repeat(self, *, cold: bool) -> list[float]:
         times = []
-        for _ in range(ROUNDS):
+        for _ in range(STEPS):
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             begin = time.perf_counter()

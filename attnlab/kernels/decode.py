@@ -176,7 +176,7 @@ class MergeTiles:
             # A long request among short ones has many partials all the same: what comes next is loaded ahead.
             num_stages = 3
             if ranges <= 8:
-                # Small programs, so that a multiprocessor holds all that it is given, and none waits for another's end.
+                # Of little shared memory: they are launched while the split's programs hold most of it (measured).
                 block_s, num_warps = 4, 1
         of_dim = padded(spec.v_dim) // block_v
         most = max(1, MERGERS * target.multiprocessors // (spec.group * of_dim))

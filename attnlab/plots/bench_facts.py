@@ -24,18 +24,16 @@ def held(row: Row) -> bool:
 
 
 def statement(result: Result, rows: Sequence[Row]) -> str:
-    """Return the picture's title: on how many workloads attnlab beats the others, and how near the ceiling it comes.
-
-    Of recordings it is what they cost.
-    """
+    """Return the picture's title: how attnlab stands to others and to the ceiling, or what recordings cost."""
     costs = [1 / ratio - 1 for row in rows for ratio in ratios(row).values()]
     if costs and all(row.group == RECORDINGS for row in rows):
-        return f"Recording costs a decode at most {max(0.0, *costs):.1%}, closed or open"
+        of_all = "closed or open" if not any(row.not_timed for row in rows) else "of what was timed"
+        return f"Recording costs a decode at most {max(0.0, *costs):.1%}, {of_all}"
     shares = [part for row in rows if (part := result.ceiling_share(row, FIRST)) is not None]
     there = [row for row in rows if row.time_of(FIRST) is not None]
     if not there:
         return "No workload has a time of attnlab"
-    near = f"attnlab timed on {plural(len(there), 'workload')}"  # a run without ceilings: recordings, or a host
+    near = f"attnlab timed on {plural(len(there), 'workload')}"  # a run without ceilings: a host's
     near = f"attnlab reaches up to {share(max(shares))} of the ceiling" if shares else near
     against = [row for row in rows if held(row)]
     if not against:

@@ -41,7 +41,7 @@ KEY, AXIS = 0.30, 0.46
 TICKS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0)
 """Of ratios; what lies beyond is drawn at the edge."""
 CLOSE = (0.9, 0.95, 1.0, 1.05, 1.1)
-"""Those of a run whose ratios all lie between: what recording costs."""
+"""Those of a run all of whose ratios lie between these ends, as those of recordings do."""
 FULL = 1.1
 SHORT = 0.15
 """Shares of the ceiling whose bar is too short for its number."""
@@ -81,7 +81,7 @@ def _rows_figure(result: Result, rows: Sequence[Row], left_out: int, title: str,
     bottom = FOOTER + AXIS
     figure = canvas(bottom + body + KEY + HEADER)
     shares = [result.ceiling_share(row, FIRST) for row in rows]
-    bounded = any(part is not None for part in shares)  # recordings, and what runs on a host, have no ceiling
+    bounded = any(part is not None for part in shares)  # what runs on a host has no ceiling
     bars = (
         "Bars: what reading all keys and values, or computing all products, takes at the speed measured in this run,"
         "\nas a share of attnlab's time. "
