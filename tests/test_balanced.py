@@ -17,7 +17,7 @@ from attnlab.eager import oracle
 from attnlab.inspect.record import record
 from attnlab.inspect.resources import GQA, MLA
 from attnlab.kernels import launch
-from attnlab.kernels.decode import merge_constants
+from attnlab.kernels.decode import MergeTiles
 from attnlab.kernels.target import Target
 from attnlab.plan.draft import draft_room
 from attnlab.plan.policies.balanced import Balanced
@@ -26,6 +26,7 @@ from attnlab.plan.schedule import Schedule
 from attnlab.plan.splits import cut, share_starts, splits_of_shares, splits_of_sizes
 from attnlab.plots.schedule_view import cut_view
 from attnlab.plots.show import show
+from attnlab.spec import AttentionSpec
 from attnlab.trace import Trace
 from tests.cases import CASES, ENGINES, Case, Stand
 from tests.extend_cases import Case as SeveralCase
@@ -281,23 +282,21 @@ def test_many_ranges_of_wide_values_are_merged_a_few_columns_at_a_time(engine: s
 
 
 def test_tiles_of_the_merge_follow_the_number_of_ranges() -> None:
-    wide, target = MLA.spec(), Target(kind="cuda", arch=90)
-    for ranges, tiles in {1: (4, 512, 1), 4: (4, 512, 1), 8: (8, 512, 1), 21: (32, 128, 4), 66: (64, 64, 8)}.items():
-        made, _ = merge_constants(spec=wide, target=target, has_lse=False, persistent=True, ranges=ranges, owners=8)
-        assert (made["BLOCK_S"], made["BLOCK_V"], made["DIM_TILES"]) == tiles
-    for spec, persistent in ((wide, False), (GQA.spec(), True)):
-        made, _ = merge_constants(spec=spec, target=target, has_lse=False, persistent=persistent, ranges=66, owners=8)
-        assert made["DIM_TILES"] == 1
-    stages = {
-        (persistent, ranges): merge_constants(
-            spec=GQA.spec(), target=target, has_lse=False, persistent=persistent, ranges=ranges, owners=8
-        )[0]["STAGES"]
-        for persistent in (False, True)
-        for ranges in (1, 66)
-    }
-    assert stages == {(False, 1): 1, (False, 66): 1, (True, 1): 3, (True, 66): 3}
-    few, small = merge_constants(spec=GQA.spec(), target=target, has_lse=False, persistent=True, ranges=8, owners=8)
-    assert (few["BLOCK_S"], few["BLOCK_V"], small["num_warps"]) == (4, 128, 1)
+    wide, usual = MLA.spec(), GQA.spec()
+
+    def tiles(spec: AttentionSpec, *, ranges: int, persistent: bool = True) -> MergeTiles:
+        target = Target(kind="cuda", arch=90)
+        return MergeTiles.choose(spec, target, persistent=persistent, ranges=ranges, owners=8)
+
+    for ranges, wanted in {1: (4, 512, 1), 4: (4, 512, 1), 8: (8, 512, 1), 21: (32, 128, 4), 66: (64, 64, 8)}.items():
+        made = tiles(wide, ranges=ranges)
+        assert (made.block_s, made.block_v, made.of_dim) == wanted
+    assert tiles(wide, ranges=66, persistent=False).of_dim == tiles(usual, ranges=66).of_dim == 1
+    assert [tiles(usual, ranges=ranges).num_stages for ranges in (1, 66)] == [3, 3]
+    assert [tiles(usual, ranges=ranges, persistent=False).num_stages for ranges in (1, 66)] == [1, 1]
+    few, many = tiles(usual, ranges=8), tiles(usual, ranges=9)
+    assert (few.block_s, few.block_v, few.num_warps) == (4, 128, 1)
+    assert (many.block_s, many.block_v, many.num_warps) == (16, 128, 2)
 
 
 def test_wide_offsets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

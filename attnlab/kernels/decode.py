@@ -176,7 +176,7 @@ class MergeTiles:
             # A long request among short ones has many partials all the same: what comes next is loaded ahead.
             num_stages = 3
             if ranges <= 8:
-                # Of little shared memory: they are launched while the split's programs hold most of it (measured).
+                # The fastest that were timed: of little shared memory, most of which a split's programs still hold.
                 block_s, num_warps = 4, 1
         of_dim = padded(spec.v_dim) // block_v
         most = max(1, MERGERS * target.multiprocessors // (spec.group * of_dim))
@@ -187,20 +187,9 @@ class MergeTiles:
 
 
 def merge_constants(
-    *, spec: AttentionSpec, target: Target, has_lse: bool, persistent: bool, ranges: int, owners: int
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the merge kernel's compile-time arguments and launch options; `persistent`: lone partials are answers.
-
-    `ranges` and `owners` as `MergeTiles` counts with them.
-    """
-    tiles = MergeTiles.choose(spec, target, persistent=persistent, ranges=ranges, owners=owners)
-    return _merge_variant(spec=spec, target=target, has_lse=has_lse, persistent=persistent, tiles=tiles)
-
-
-def _merge_variant(
     *, spec: AttentionSpec, target: Target, has_lse: bool, persistent: bool, tiles: MergeTiles
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the merge kernel's compile-time arguments and launch options."""
+    """Return the merge kernel's compile-time arguments and launch options; `persistent`: lone partials are answers."""
     constants = {
         "KV_HEADS": spec.kv_heads,
         "GROUP": spec.group,
@@ -489,4 +478,4 @@ def _decode_merge_kernel(
 
 
 DECODE_SPLIT = Launcher(_decode_split_kernel, timed_split_constants)
-DECODE_MERGE = Launcher(_decode_merge_kernel, _merge_variant)
+DECODE_MERGE = Launcher(_decode_merge_kernel, merge_constants)

@@ -106,9 +106,9 @@ def merge_variant(shape: Shape, target: Target, *, shared_ranges: int | None = N
     """Return a decode's merge, as its launcher would compile it."""
     shared = shared_ranges is not None
     names = ("acc_ptr", "max_ptr", "sum_ptr", "sinks_ptr", "lse_ptr")
-    constants, options = decode.merge_constants(
-        spec=shape.spec(), target=target, has_lse=True, persistent=shared, ranges=shared_ranges or 1, owners=64
-    )
+    spec = shape.spec()
+    tiles = decode.MergeTiles.choose(spec, target, persistent=shared, ranges=shared_ranges or 1, owners=64)
+    constants, options = decode.merge_constants(spec=spec, target=target, has_lse=True, persistent=shared, tiles=tiles)
     return Variant(
         name=f"merge{f' of shares, {shared_ranges} a request' * shared}: {shape.name}",
         kernel=decode._decode_merge_kernel,
